@@ -1,0 +1,1 @@
+"""Numbered scripts, each a complete small training run."""

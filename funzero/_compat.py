@@ -1,0 +1,55 @@
+"""Differences between torch versions, and every private name of torch that funzero uses."""
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as torch_pytree
+
+MINIMUM_TORCH = (2, 11)
+
+
+def check_torch_version(version: str) -> None:
+    """Raises ImportError when torch is older than what funzero was tried on."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if numbers < MINIMUM_TORCH:
+        raise ImportError(
+            f"funzero needs torch >= {MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}, found {version}; upgrade torch"
+        )
+
+
+def register_in_torch_pytree(cls: type, flatten: Any, unflatten: Any, fields: tuple[str, ...]) -> None:
+    """Makes `cls` a node of torch's own pytree, which `torch.func` and `make_fx` use."""
+
+    def with_keys(node: Any) -> Any:
+        children, context = flatten(node)
+        return [(torch_pytree.GetAttrKey(f), c) for f, c in zip(fields, children, strict=True)], context
+
+    torch_pytree.register_pytree_node(
+        cls, flatten, unflatten, flatten_with_keys_fn=with_keys, serialized_type_name=f"funzero.{cls.__name__}"
+    )
+
+
+def inside_functorch() -> bool:
+    """True within torch.func.grad, vmap, jvp and the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def storage_is_shared(tensor: torch.Tensor) -> bool:
+    """True if another tensor or storage object than `tensor` itself refers to its memory."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def first_of(module: Any, *names: str) -> Any:
+    """The first of these attributes that `module` has: for functions that newer versions renamed."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def default_store(distributed: Any) -> Any:
+    """The key-value store behind the default process group."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def fused_adamw(params: Any, grads: Any, mu: Any, nu: Any, counts: Any, **hyperparams: Any) -> None:
+    """torch's fused AdamW, in place on lists of equal dtype; `counts` already hold this update's number."""
+    torch._fused_adamw_(params, grads, mu, nu, [], counts, amsgrad=False, maximize=False, **hyperparams)

@@ -1,0 +1,1 @@
+"""The state tree on disk."""

@@ -1,0 +1,96 @@
+"""Abstract values: leaves with a shape and a dtype but no memory, and where a leaf was made from."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funzero.core import tree as tree_lib
+
+
+class Placeholder(torch.Tensor):
+    """A meta tensor that remembers the path of the leaf it was made from.
+
+    `tx.init` run on placeholders tells which leaves of the optimizer's state belong to which param: what comes out of
+    `torch.zeros_like(p)` or `p.new_zeros(...)` carries the path of `p`.
+    """
+
+    source: str | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if not isinstance(out, torch.Tensor):
+            return out
+        sources = {x.source for x in (*args, *(kwargs or {}).values()) if isinstance(x, Placeholder)}
+        return placeholder(out, sources.pop() if len(sources) == 1 else None)
+
+
+def placeholder(like: torch.Tensor, source: str | None) -> Placeholder:
+    """A placeholder with the shape and dtype of `like`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        meta = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        made = torch.Tensor._make_subclass(Placeholder, meta)
+    made.source = source
+    return made
+
+
+def sources(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[str | None]]:
+    """Runs `init` on placeholders of `params`: the abstract result, and for each leaf the path of its param, or None."""
+    made = init(tree_lib.map_with_path(lambda path, x: placeholder(x, path), params))
+    leaves, treedef = tree_lib.flatten(made)
+    origin = [x.source if isinstance(x, Placeholder) else None for x in leaves]
+    plain = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in map(_plain, leaves)]
+    return tree_lib.unflatten(treedef, plain), origin
+
+
+def _plain(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.as_subclass(torch.Tensor) if isinstance(leaf, Placeholder) else leaf
+
+
+def eval_shape(params: Any) -> Any:
+    """The tree of shapes and dtypes of `params`, as meta tensors (global view).
+
+    Args:
+        params: a tree of tensors, or a function without arguments that makes one; it runs on the meta device.
+
+    >>> eval_shape({"w": torch.ones(2, 3)})["w"].device.type
+    'meta'
+    """
+    if callable(params) and not isinstance(params, torch.Tensor):
+        with torch.device("meta"):
+            params = params()
+    return tree_lib.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
+
+
+def check_params(params: Any) -> None:
+    """Refuses a tree made by hand that cannot be trained: None, non-tensors, grad-requiring or shared leaves.
+
+    Raises TypeError or ValueError that names the path.
+    """
+    for path, leaf in zip(*tree_lib.flatten_with_none(params), strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"params/{path}: expected a tensor, got {type(leaf).__name__}; leave it out of the tree")
+        if leaf.requires_grad:
+            raise ValueError(f"params/{path}: requires grad; pass .detach() (funzero makes its own leaves)")
+    _check_sharing(params)
+
+
+def _check_sharing(params: Any) -> None:
+    spans: list[tuple[int, int, int, str, torch.Tensor]] = []
+    for path, leaf in zip(*tree_lib.flatten_with_paths(params)[:2], strict=True):
+        if leaf.device.type == "meta" or leaf.numel() == 0:
+            continue
+        first = leaf.data_ptr()
+        extent = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+        spans.append((leaf.untyped_storage().data_ptr(), first, first + extent * leaf.element_size(), path, leaf))
+    spans.sort(key=lambda s: s[:3])
+    for (base, _, end, path, leaf), (base2, start2, _, path2, leaf2) in itertools.pairwise(spans):
+        if base == base2 and start2 < end:
+            same = "is the same tensor as" if leaf is leaf2 or leaf.shape == leaf2.shape else "shares memory with"
+            raise ValueError(
+                f"params/{path2} {same} params/{path}: a leaf has one path; "
+                f"for a tied weight pass fz.tie(params, {{{path2!r}: {path!r}}}), else .clone() one of them"
+            )

@@ -1,0 +1,153 @@
+"""Process groups and raw collectives: the only file that imports torch.distributed.
+
+[Note: a dead mesh] A rank that raises between collectives would leave its peers waiting. `Comm.fail` writes the cause to
+the store and aborts this rank's groups; the peers' pending operations then fail at once, and `Comm.cause` turns their
+failure into the first cause. After that every use of the mesh raises.
+"""
+
+import datetime
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from funzero import _compat
+from funzero.core.errors import MeshError
+
+Work = Any
+_all_gather = _compat.first_of(dist, "all_gather_single", "all_gather_into_tensor")
+
+
+def is_initialized() -> bool:
+    """True if the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def local_device(index: int) -> torch.device:
+    """The accelerator of this process, or the CPU."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        return torch.device(kind.type, index % torch.accelerator.device_count())  # type: ignore[union-attr]
+    return torch.device("cpu")
+
+
+def place() -> tuple[int, torch.device]:
+    """This process's rank, and its device."""
+    rank = dist.get_rank()
+    return rank, local_device(int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def join(timeout_s: float) -> int:
+    """Initialises the default process group from the launcher's environment, if nobody has; returns the world size."""
+    if not dist.is_initialized():
+        device = local_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    return dist.get_world_size()
+
+
+def _backend(device: torch.device) -> str:
+    return dist.get_default_backend_for_device(device)
+
+
+class Comm:
+    """The process groups of a mesh: one for each set of axes, and one on the CPU for small agreements."""
+
+    def __init__(
+        self,
+        rows: "dict[frozenset[str], list[tuple[int, ...]]]",
+        rank: int,
+        world: int,
+        device: torch.device,
+        timeout_s: float,
+    ):
+        self.rank, self.world, self.device, self.timeout_s = rank, world, device, timeout_s
+        self.groups: dict[frozenset[str], Any] = {}
+        self.control: Any = None
+        self.dead: str | None = None
+        limit = datetime.timedelta(seconds=timeout_s)
+        for axes, members in rows.items():
+            for ranks in members:
+                group = dist.new_group(list(ranks), timeout=limit)
+                if rank in ranks:
+                    self.groups[axes] = group
+        if world > 1:
+            self.control = dist.new_group(list(range(world)), timeout=limit, backend="gloo")
+            # The number of meshes made so far is the same on all ranks, so it names this one in the store.
+            self.key = f"funzero/{(_compat.default_store(dist).add('funzero/meshes', 1) - 1) // world}"
+
+    def gather_host(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows, [world, len(row)], through the CPU group; `row` is 1-D on the CPU."""
+        if self.world == 1:
+            return row.unsqueeze(0)
+        out = row.new_empty(self.world * row.numel())
+        _wait(_all_gather(out, row, group=self.control, async_op=True))
+        return out.view(self.world, -1)
+
+    def exchange_text(self, text: str) -> list[str]:
+        """All ranks' texts (up to 4,000 bytes each), through the CPU group; for messages."""
+        raw = text.encode()[:4000]
+        row = torch.zeros(4000, dtype=torch.uint8)
+        row[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else row[:0]
+        return [bytes(r.tolist()).rstrip(b"\0").decode(errors="replace") for r in self.gather_host(row)]
+
+    def check_alive(self) -> None:
+        """Raises the first cause if this mesh has failed."""
+        if self.dead is not None:
+            raise MeshError(f"the mesh is dead. First cause: {self.dead}")
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Marks the mesh dead and makes the peers' pending collectives fail; returns what to raise here.
+
+        That is `error` itself if it is the first cause, else a MeshError with the first cause.
+        """
+        store = _compat.default_store(dist)
+        mine = f"rank {self.rank}: {type(error).__name__}: {error}"
+        try:
+            first = store.compare_set(f"{self.key}/cause", "", mine).decode()
+        except Exception:  # the store lived in a process that is gone
+            first = f"a peer is gone; seen by {mine}"
+        self.dead = first
+        for group in {*self.groups.values(), self.control}:
+            group.abort()
+        return error if first == mine else MeshError(f"the mesh is dead. First cause: {first}")
+
+
+def _wait(work: Work) -> None:
+    work.wait()
+
+
+def send_recv(sends: list[tuple[torch.Tensor, int]], recvs: list[tuple[torch.Tensor, int]], group: Any) -> list[Work]:
+    """Posts sends and receives (tensor, global rank) at once; wait for every work that comes back."""
+    ops = [dist.P2POp(dist.irecv, x, r, group=group) for x, r in recvs]
+    ops += [dist.P2POp(dist.isend, x, r, group=group) for x, r in sends]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def all_to_all(out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: Any) -> Work:
+    """Posts an uneven all-to-all of 1-D tensors; `recv` and `send` are element counts by rank of the group."""
+    return dist.all_to_all_single(out, x, recv, send, group=group, async_op=True)
+
+
+def all_reduce_sum(x: torch.Tensor, group: Any) -> None:
+    """Adds `x` over the group in place; the order of the sum is the backend's."""
+    dist.all_reduce(x, group=group)
+
+
+def all_gather_equal(out: torch.Tensor, x: torch.Tensor, group: Any) -> Work:
+    """Posts a gather of equally long 1-D tensors into `out`, ordered by rank of the group."""
+    return _all_gather(out, x, group=group, async_op=True)
+
+
+def group_ranks(group: Any) -> list[int]:
+    """Global ranks of a group, in the group's own order."""
+    return dist.get_process_group_ranks(group)
+
+
+def finalize() -> None:
+    """Leaves the default process group."""
+    if is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,49 @@
+"""Scopes: things that must stay as they are until the surrounding gradient has finished its backward.
+
+[Note: params stay in the module] `functional_call` puts params into a module. Activation checkpointing runs parts of
+the module again during the backward; with the params already taken out it would silently recompute with the module's
+own. So what `functional_call` changed is undone at the end of the scope that a gradient opens, not at the end of the
+call.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+
+_current: contextvars.ContextVar["Scope | None"] = contextvars.ContextVar("funzero_scope", default=None)
+
+
+class Scope:
+    """Callables to run, last first, when the scope ends."""
+
+    def __init__(self) -> None:
+        self.in_backward = False
+        self._undo: list[Callable[[], None]] = []
+
+    def on_exit(self, undo: Callable[[], None]) -> None:
+        """Runs `undo` at the end of the scope."""
+        self._undo.append(undo)
+
+    def close(self) -> None:
+        """Runs everything, last first; also when one of them raises."""
+        with contextlib.ExitStack() as stack:
+            for undo in self._undo:
+                stack.callback(undo)
+            self._undo = []
+
+
+def current() -> Scope | None:
+    """The innermost open scope, or None."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[Scope]:
+    """Opens a scope; it ends, whatever happens, at the end of the `with` block."""
+    opened = Scope()
+    token = _current.set(opened)
+    try:
+        yield opened
+    finally:
+        _current.reset(token)
+        opened.close()

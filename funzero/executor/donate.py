@@ -1,0 +1,62 @@
+"""Donation: the storage of the old state is used for the new one, and the old leaves raise when touched.
+
+[Note: who may write] A leaf's storage is reused only if no other tensor or storage object refers to it; otherwise the
+leaf is copied. That is local memory only: no collective depends on it, so ranks may differ.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from funzero import _compat
+from funzero.core.errors import DonatedError, SpentStateError
+
+
+class _Donated(torch.Tensor):
+    """What a donated leaf becomes."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise DonatedError(
+            "this leaf was donated to step(); use the state that step returned, or make_step(donate=False)"
+        )
+
+
+class _Spent(torch.Tensor):
+    """What the leaves of a state become when a step fails in the middle of its update."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise SpentStateError(
+            "this state is spent: the step failed after its update had begun, so it holds a mixture of two steps; "
+            "restore a checkpoint, or make_step(donate=False) to keep the old state"
+        )
+
+
+def poison(leaves: Iterable[torch.Tensor], *, spent: bool = False) -> None:
+    """Makes leaves raise on use."""
+    kind = _Spent if spent else _Donated
+    for leaf in leaves:
+        leaf.__class__ = kind
+
+
+def is_poisoned(leaf: Any) -> bool:
+    """True for a leaf that raises on use."""
+    return isinstance(leaf, _Donated | _Spent)
+
+
+def writable(leaf: torch.Tensor, donate: bool) -> torch.Tensor:
+    """A new leaf with the same values that may be written to: on the same storage if it may be reused, else a copy."""
+    return leaf.detach() if donate and not _compat.storage_is_shared(leaf) else leaf.clone()
+
+
+def private(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same gradients, each contiguous and on memory that nothing else refers to: autograd may hand out one tensor twice."""
+    seen: set[int] = set()
+    out = []
+    for x in leaves:
+        fresh = id(x) not in seen and x.is_contiguous() and not _compat.storage_is_shared(x)
+        seen.add(id(x))
+        out.append(x if fresh else x.clone(memory_format=torch.contiguous_format))
+    return out

@@ -1,0 +1,127 @@
+"""Chains that a fused kernel covers: recognised once, then run in place on lists of leaves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funzero import _compat
+from funzero.core import tree as tree_lib
+from funzero.core.spec import Specs
+from funzero.transforms.base import Hyperparams, Transform
+from funzero.transforms.chain import part_names
+
+Reader = Callable[[list[torch.Tensor]], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAdam:
+    """adam or adamw: where its parts lie among the leaves of opt_state.
+
+    Attributes:
+        mu, nu, count: places by trained leaf. decays: whether a trained leaf decays. counts: the schedules' counts.
+        hyper: readers of the hyper-parameters.
+    """
+
+    mu: list[int]
+    nu: list[int]
+    count: list[int]
+    decays: list[bool]
+    schedule_counts: list[int]
+    hyper: dict[str, Reader]
+
+    def written(self, chosen: list[int]) -> list[int]:
+        """The places in opt_state that an update of the chosen trained leaves writes to."""
+        return [where[i] for where in (self.mu, self.nu, self.count) for i in chosen] + self.schedule_counts
+
+    def run(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        opt_state: list[torch.Tensor],
+        chosen: list[int],
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Updates in place.
+
+        Args:
+            params, grads: of the chosen trained leaves. opt_state: all leaves, those of `written` writable.
+            skip: 0-dim bool on the device, or None when this update is known to happen.
+        """
+        h = {name: read(opt_state) for name, read in self.hyper.items()}
+        groups: dict[Any, list[int]] = {}
+        for place, i in enumerate(chosen):
+            groups.setdefault((params[place].dtype, self.decays[i]), []).append(place)
+        flag = None if skip is None else skip.to(torch.float32)
+        torch._foreach_add_([opt_state[self.count[i]] for i in chosen], 1)
+        for (_, decays), places in groups.items():
+            _compat.fused_adamw(
+                [params[k] for k in places],
+                [grads[k] for k in places],
+                [opt_state[self.mu[chosen[k]]] for k in places],
+                [opt_state[self.nu[chosen[k]]] for k in places],
+                [opt_state[self.count[chosen[k]]] for k in places],
+                lr=h["learning_rate"],
+                beta1=h["b1"],
+                beta2=h["b2"],
+                eps=h["eps"],
+                weight_decay=h["weight_decay"] if decays else 0.0,
+                found_inf=flag,
+            )
+        if self.schedule_counts:
+            torch._foreach_add_([opt_state[i] for i in self.schedule_counts], 1)
+
+
+def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:
+    """The fused form of `tx`, or None.
+
+    Args:
+        tx: with masks resolved. specs: of opt_state. names: paths of the trained leaves, below params.
+    """
+    kinds = [p.fused[0] if p.fused else None for p in tx.parts]
+    if kinds[:1] != ["scale_by_adam"] or kinds[-1:] != ["scale_by_learning_rate"] or len(kinds) not in (2, 3):
+        return None
+    if any(x.dtype.is_complex for x in specs.layouts):
+        return None
+    entries = part_names(tx.parts)
+    place = {path: i for i, path in enumerate(tree_lib.paths(specs.tree))}
+    adam, rate = entries[0], entries[-1]
+    sources = [(adam, tx.parts[0]), (rate, tx.parts[-1])]
+    decays = [False] * len(names)
+    if len(kinds) == 3:
+        middle, entry = tx.parts[1], entries[1]
+        kept: Any = names
+        if kinds[1] == "masked":
+            middle, kept = middle.fused[1]  # type: ignore[index]
+            entry = f"{entry}/masked"
+        if not middle.fused or middle.fused[0] != "add_decayed_weights":
+            return None
+        sources.append((entry, middle))
+        decays = [n in set(kept) for n in names]
+    hyper: dict[str, Reader] = {"weight_decay": lambda leaves: 0.0}
+    for entry, part in sources:
+        hyper |= _readers(entry, part.fused[1][0], place)  # type: ignore[index]
+    return FusedAdam(
+        mu=[place[f"{adam}/mu/{n}"] for n in names],
+        nu=[place[f"{adam}/nu/{n}"] for n in names],
+        count=[place[f"{adam}/count/{n}"] for n in names],
+        decays=decays,
+        schedule_counts=[place[f"{e}/count"] for e, _ in sources if f"{e}/count" in place],
+        hyper=hyper,
+    )
+
+
+def _readers(entry: str, hyper: Hyperparams, place: dict[str, int]) -> dict[str, Reader]:
+    def stored(i: int) -> Reader:
+        return lambda leaves: float(leaves[i])
+
+    def scheduled(schedule: Any, i: int) -> Reader:
+        return lambda leaves: float(schedule(leaves[i].to(torch.float64)))
+
+    return {
+        name: scheduled(value, place[f"{entry}/count"])
+        if callable(value)
+        else stored(place[f"{entry}/hyperparams/{name}"])
+        for name, value in hyper.given.items()
+    }

@@ -1,0 +1,260 @@
+"""The loop behind a step: header, micro-batches, update, and the state that comes out."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funzero.core import collectives
+from funzero.core import tree as tree_lib
+from funzero.core.errors import SkipLimitError
+from funzero.core.spec import Layout
+from funzero.core.state import EMPTY_NODE, Metrics, StateSpecs, TrainState
+from funzero.data import EMPTY, split
+from funzero.executor import agree
+from funzero.executor.donate import is_poisoned, poison
+from funzero.executor.init import check_trainable
+from funzero.executor.materialize import GatherAll
+from funzero.executor.micro import MicroBatch, cast_batch, differentiate
+from funzero.executor.plan import Plan
+from funzero.executor.reduce import agree_used, reduce_plan
+from funzero.executor.update import Selection, clip, update_leaves
+from funzero.executor.window import Window, as_node, open_window
+from funzero.transforms.accumulate import mean_aux
+from funzero.transforms.base import Transform
+from funzero.transforms.grad import Takes
+from funzero.transforms.precision import Policy
+from funzero.transforms.rng import fold_in
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What `make_step` was told, checked; see there."""
+
+    accumulate: int
+    max_norm: float | None
+    reduction: str
+    precision: Policy
+    max_skips: int
+    donate: bool
+
+
+class Bound:
+    """A step bound to one layout: its plans, made at the first call with a state of that layout."""
+
+    def __init__(self, specs: StateSpecs, tx: Transform, options: StepOptions):
+        self.plan = Plan(specs, options.precision)
+        self.tx = self.plan.resolved(tx)
+        self.gather = GatherAll(self.plan)
+        self.micro_reduction = reduce_plan(self.plan.micro_grads, specs.accum.layouts)
+        self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())
+        self._selections: dict[tuple[int, ...], Selection] = {}
+
+    def selection(self, used: list[bool]) -> Selection:
+        """The plans for the leaves that took part."""
+        chosen = tuple(i for i, flag in enumerate(used) if flag)
+        if chosen not in self._selections:
+            self._selections[chosen] = Selection(self.plan, self.tx, chosen)
+        return self._selections[chosen]
+
+
+class Runner:
+    """Runs the calls of a `Step`. What it keeps between calls are plans, and the name of a leaf for one message."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        takes: Takes,
+        tx: Transform,
+        specs: StateSpecs | None,
+        trainable: Any,
+        options: StepOptions,
+    ):
+        self._loss_fn, self._takes, self._tx, self._options = loss_fn, takes, tx, options
+        self._specs, self._trainable = specs, trainable
+        self._bounds: dict[StateSpecs, Bound] = {}
+        self._bad_leaf = ""
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One window of one batch."""
+        bound, micros, _ = self._enter(state, batch, agree.STEP)
+        with bound.plan.mesh.guard():
+            window = open_window(bound.plan, state.accum, state.buffers)
+            self._run(bound, state, window, micros)
+            return self._finish(bound, state, window)
+
+    def accumulate(self, state: TrainState, batch: Any) -> TrainState:
+        """One batch of a window."""
+        bound, micros, _ = self._enter(state, batch, agree.ACCUMULATE)
+        with bound.plan.mesh.guard():
+            window = open_window(bound.plan, state.accum, state.buffers)
+            self._run(bound, state, window, micros)
+            return self._renew(state, accum=as_node(bound.plan, window, state.buffers))
+
+    def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """The end of a window; joins the micro-batches of ranks that are not there yet."""
+        bound, micros, rows = self._enter(state, EMPTY, agree.UPDATE)
+        window = open_window(bound.plan, state.accum, state.buffers)
+        while (rows[:, 0] == agree.ACCUMULATE).any():
+            with bound.plan.mesh.guard():
+                self._run(bound, state, window, micros)
+            rows = agree.agree(bound.plan.mesh, agree.Header(agree.UPDATE, False, "", bound.signature))
+        with bound.plan.mesh.guard():
+            return self._finish(bound, state, window)
+
+    def _enter(self, state: TrainState, batch: Any, action: int) -> tuple[Bound, list[Any], torch.Tensor]:
+        """Checks the input and agrees with the peers: what runs, the micro-batches, all headers."""
+        bound = self._bind(state)
+        mesh, micros, error = bound.plan.mesh, [None] * self._options.accumulate, None
+        has_batch = batch is not EMPTY
+        try:
+            self._check(bound, state, batch)
+            if has_batch:
+                micros = split(cast_batch(bound.plan, batch), self._options.accumulate)
+        except (ValueError, TypeError, RuntimeError) as found:
+            error = found
+        text = agree.describe_batch(batch) if has_batch and mesh.world > 1 and error is None else ""
+        rows = agree.agree(mesh, agree.Header(action, has_batch, text, bound.signature, error))
+        agree.check_actions(rows)
+        return bound, micros, rows
+
+    def _bind(self, state: TrainState) -> Bound:
+        if not isinstance(state, TrainState):
+            raise TypeError(f"step: expected a TrainState, got {type(state).__name__}; make it with fz.init_state")
+        specs = state.specs
+        if specs is None:
+            raise ValueError("step: the state has no specs; make it with fz.init_state")
+        if self._specs is not None and specs is not self._specs and specs != self._specs:
+            raise ValueError(
+                f"step: the state's layout is not the step's:\n{_first_difference(specs, self._specs)}\nfz.reshard it"
+            )
+        if specs not in self._bounds:
+            check_trainable(specs, specs.params.abstract(), self._trainable, "make_step")
+            self._bounds[specs] = Bound(specs, self._tx, self._options)
+        return self._bounds[specs]
+
+    def _check(self, bound: Bound, state: TrainState, batch: Any) -> None:
+        if is_poisoned(state.step):
+            state.step.dtype  # noqa: B018 (raises, with the reason)
+        device = bound.plan.mesh.device
+        if device.type == "cpu" and int(state.skips) >= self._options.max_skips:
+            raise SkipLimitError(
+                f"{int(state.skips)} steps in a row were skipped (max_skips){self._bad_leaf}; look at the data or the rate"
+            )
+        for path, x in zip(*tree_lib.flatten_with_paths(batch)[:2], strict=True) if batch is not EMPTY else ():
+            if isinstance(x, torch.Tensor) and x.device.type != device.type:
+                raise ValueError(
+                    f"batch/{path}: is on {x.device}, the mesh is on {device}; move it with .to({str(device)!r})"
+                )
+
+    def _run(self, bound: Bound, state: TrainState, window: Window, micros: list[Any]) -> None:
+        """Adds micro-batches to the window; a rank without data joins with zeros."""
+        plan = bound.plan
+        leaves = bound.gather(tree_lib.leaves(state.params))
+        for batch in micros:
+            grads: list[torch.Tensor | None] = [None] * len(plan.trained)
+            if batch is not None:
+                index = window.times * plan.batch_ranks + plan.batch_index
+                micro = MicroBatch(batch, fold_in(state.key, int(state.step), index), window.buffers)
+                loss, grads = differentiate(plan, self._loss_fn, self._takes, leaves, micro)
+                window.add_loss(loss)
+                window.used = [a or g is not None for a, g in zip(window.used, grads, strict=True)]
+            if plan.every_micro_batch:
+                pairs = zip(grads, plan.micro_grads, strict=True)
+                grads = list(bound.micro_reduction.run([_or_zeros(g, y) for g, y in pairs]))
+            window.add_grads(grads, plan)
+            window.times += 1
+
+    def _finish(self, bound: Bound, state: TrainState, window: Window) -> tuple[TrainState, Metrics]:
+        plan, options = bound.plan, self._options
+        used = agree_used(torch.tensor(window.used, dtype=torch.uint8), plan.mesh)
+        weight, loss, aux = _global_scalars(plan, window)
+        selection = bound.selection(used)
+        layouts = plan.specs.accum.layouts
+        grads = selection.reduction.run([_or_zeros(window.sums[i], layouts[i]) for i in selection.chosen])
+        window.sums = []
+        grads, norm, bad = clip(selection, grads, weight, options.max_norm, options.reduction == "mean")
+        skip = ~torch.isfinite(norm) | ~torch.isfinite(loss) | (weight == 0)
+        on_host = plan.mesh.device.type == "cpu"
+        params, opt_state, buffers = tree_lib.leaves(state.params), state.opt_state, state.buffers
+        if on_host and bool(skip):
+            self._bad_leaf = (
+                f"; the first bad gradient is that of {bad()}" if bool(weight != 0) else "; their weight was 0"
+            )
+        else:
+            flag = None if on_host else skip
+            try:
+                params, opt_state = update_leaves(selection, params, opt_state, grads, flag, options.donate)
+            except BaseException:
+                poison(tree_lib.leaves(state), spent=True)
+                raise
+            buffers = _new_buffers(plan, window, state, weight, flag)
+        step = state.step + (~skip).to(torch.int32)
+        skips = torch.where(skip, state.skips + 1, 0).to(torch.int32)
+        metrics = Metrics(
+            loss=loss / weight if options.reduction == "mean" else loss,
+            grad_norm=norm,
+            weight=weight,
+            loss_scale=torch.ones((), device=norm.device),
+            skipped=skip,
+            skipped_in_a_row=skips.clone(),
+            step=step.clone(),
+            aux=mean_aux(aux, weight),
+        )
+        tree = tree_lib.unflatten(plan.specs.params.treedef, params)
+        new = self._renew(
+            state, step=step, params=tree, opt_state=opt_state, accum=EMPTY_NODE, skips=skips, buffers=buffers
+        )
+        return new, metrics
+
+    def _renew(self, state: TrainState, **changes: Any) -> TrainState:
+        """The state that comes out; under donation it takes over every leaf of the old one, which then raise."""
+        new = dataclasses.replace(state, **changes)
+        if not self._options.donate:
+            return new
+        old = {id(x): x for x in tree_lib.leaves(state)}
+        leaves, treedef = tree_lib.flatten(new)
+        fresh = [x.detach() if id(x) in old else x for x in leaves]
+        poison(old.values())
+        return tree_lib.unflatten(treedef, fresh)
+
+
+def _or_zeros(grad: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    if grad is None:
+        return torch.zeros(layout.local_shape, dtype=layout.dtype, device=layout.mesh.device)
+    return grad.to(layout.dtype)
+
+
+def _global_scalars(plan: Plan, window: Window) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Sums over the batch axes of weight, loss and extras, in one collective."""
+    aux = agree.common_aux(plan.mesh, window.aux)
+    leaves, treedef = tree_lib.flatten(aux)
+    row = torch.stack([window.weight, window.loss, *leaves])
+    weight, loss, *rest = collectives.all_sum(row, plan.mesh, plan.mesh.batch).unbind()
+    return weight.clone(), loss.clone(), tree_lib.unflatten(treedef, rest)
+
+
+def _new_buffers(plan: Plan, window: Window, state: TrainState, weight: torch.Tensor, skip: torch.Tensor | None) -> Any:
+    """The buffers after an update: floats averaged over the batch axes by weight, the others at their largest."""
+    if window.buffers is state.buffers or not tree_lib.leaves(state.buffers):
+        return state.buffers
+
+    def merge(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        if plan.batch_ranks > 1:
+            if new.dtype.is_floating_point:
+                share = new.to(torch.float64) * (window.weight / weight)
+                new = collectives.all_sum(share, plan.mesh, plan.mesh.batch)
+            else:
+                new = collectives.all_max(new, plan.mesh, plan.mesh.batch)
+        new = new.to(old.dtype)
+        return new if skip is None else torch.where(skip, old, new)
+
+    return tree_lib.map(merge, window.buffers, state.buffers)
+
+
+def _first_difference(found: StateSpecs, expected: StateSpecs) -> str:
+    a, b = tree_lib.show(found).splitlines(), tree_lib.show(expected).splitlines()
+    pair = next(((x, y) for x, y in zip(a, b, strict=False) if x != y), (f"{len(a)} leaves", f"{len(b)} leaves"))
+    return f"  state: {pair[0]}\n  step:  {pair[1]}"

@@ -1,0 +1,73 @@
+"""A window in the making: what micro-batches add up to, while one call of the step works on it."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from funzero.core import tree as tree_lib
+from funzero.core.state import EMPTY_NODE, Accumulator
+from funzero.executor.donate import writable
+from funzero.executor.plan import Plan
+from funzero.transforms.accumulate import weigh_aux
+from funzero.transforms.losses import Loss
+
+
+@dataclasses.dataclass
+class Window:
+    """The sums of an `Accumulator` as lists, in the order of `specs.grads`; `sums[i]` is None where nothing came yet."""
+
+    sums: list[torch.Tensor | None]
+    used: list[bool]
+    weight: torch.Tensor
+    loss: torch.Tensor
+    aux: Any
+    times: int
+    buffers: Any
+
+    def add_grads(self, grads: list[torch.Tensor | None], plan: Plan) -> None:
+        """Adds gradients, in the accumulator's layout; they may be kept."""
+        for i, (g, layout) in enumerate(zip(grads, plan.specs.accum.layouts, strict=True)):
+            if g is not None:
+                held = self.sums[i]
+                self.sums[i] = g.to(layout.dtype) if held is None else held.add(g)
+
+    def add_loss(self, loss: Loss) -> None:
+        """Adds what else a micro-batch brings."""
+        weight = 1 if loss.weight is None else loss.weight
+        self.weight = self.weight + weight
+        self.loss = self.loss + loss.total.detach()
+        if tree_lib.leaves(loss.aux):
+            aux = weigh_aux(loss.aux, weight)
+            self.aux = aux if not tree_lib.leaves(self.aux) else tree_lib.map(torch.add, self.aux, aux)
+        if loss.buffers is not None:
+            self.buffers = tree_lib.map(lambda b: b.detach(), loss.buffers)
+
+
+def open_window(plan: Plan, accum: Any, buffers: Any) -> Window:
+    """An empty window, or the one that the state is in."""
+    if not isinstance(accum, Accumulator):
+        count = len(plan.specs.accum.layouts)
+        zero = torch.zeros((), dtype=torch.float64, device=plan.mesh.device)
+        return Window([None] * count, [False] * count, zero, zero, EMPTY_NODE, 0, buffers)
+    used = accum.used.bool().tolist()
+    sums: list[torch.Tensor | None] = list(tree_lib.leaves(accum.grads))
+    return Window(sums, used, accum.weight, accum.loss, accum.aux, int(accum.times), accum.buffers)
+
+
+def as_node(plan: Plan, window: Window, buffers: Any) -> Accumulator:
+    """The window as a node of the state; leaves that nothing came for hold zeros."""
+    layouts = plan.specs.accum.layouts
+    sums = [
+        torch.zeros(y.local_shape, dtype=y.dtype, device=plan.mesh.device) if x is None else writable(x, donate=True)
+        for x, y in zip(window.sums, layouts, strict=True)
+    ]
+    return Accumulator(
+        grads=tree_lib.unflatten(plan.specs.accum.treedef, sums),
+        weight=window.weight,
+        loss=window.loss,
+        aux=window.aux,
+        times=torch.tensor(window.times, dtype=torch.int32),
+        used=torch.tensor(window.used, dtype=torch.uint8),
+        buffers=window.buffers if window.buffers is not buffers else tree_lib.map(torch.clone, buffers),
+    )

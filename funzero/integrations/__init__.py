@@ -1,0 +1,1 @@
+"""Bridges from and to things that users already have, such as torch modules."""

@@ -1,0 +1,221 @@
+"""torch modules as pure functions: their params and buffers taken out, and put in for a call."""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from funzero.core.scope import Scope, current, scope
+
+Slot = tuple[Any, Any]  # a container and the key in it under which a module looks its tensor up
+
+
+def split_module(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The params and buffers of a module: flat dicts under torch's own names, detached, sharing its memory.
+
+    A tied weight appears once, under its first name. Buffers include those that the state dict leaves out.
+
+    >>> params, buffers = split_module(nn.BatchNorm1d(2))
+    >>> sorted(params), sorted(buffers)
+    (['bias', 'weight'], ['num_batches_tracked', 'running_mean', 'running_var'])
+    """
+    params = {n: p.detach() for n, p in module.named_parameters()}
+    return params, {n: b.detach() for n, b in module.named_buffers()}
+
+
+def trainable(module: nn.Module) -> dict[str, bool]:
+    """The mask of `requires_grad`, in the structure of `split_module`'s params."""
+    return {n: p.requires_grad for n, p in module.named_parameters()}
+
+
+@dataclasses.dataclass
+class _Sites:
+    """Where a module looks up its params (or buffers), by name; tied names have several slots."""
+
+    slots: dict[str, list[Slot]]
+    own: dict[str, list[Any]]
+    installed: list[Any] | None = None
+
+    def stale(self) -> bool:
+        """True if the module was changed since: a slot holds another tensor than it did."""
+        return any(
+            c[k] is not v for n, slots in self.slots.items() for (c, k), v in zip(slots, self.own[n], strict=True)
+        )
+
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Puts values into all slots."""
+        for name, slots in self.slots.items():
+            value = values[name]
+            for container, key in slots:
+                container[key] = value
+
+    def restore(self) -> None:
+        """Puts the module's own tensors back."""
+        self.installed = None
+        for name, slots in self.slots.items():
+            for (container, key), value in zip(slots, self.own[name], strict=True):
+                container[key] = value
+
+
+def _param_sites(module: nn.Module) -> _Sites:
+    names = {id(p): n for n, p in module.named_parameters()}
+    slots: dict[str, list[Slot]] = {n: [] for n in names.values()}
+    for sub in module.modules():
+        for key, value in sub._parameters.items():
+            if value is not None:
+                slots[names[id(value)]].append((sub._parameters, key))
+        if isinstance(sub, nn.RNNBase):  # it reads its weights from a list beside its parameters
+            for i, value in enumerate(sub._flat_weights):
+                slots[names[id(value)]].append((sub._flat_weights, i))
+    return _with_own(slots)
+
+
+def _buffer_sites(module: nn.Module) -> _Sites:
+    names = {id(b): n for n, b in module.named_buffers()}
+    slots: dict[str, list[Slot]] = {n: [] for n in names.values()}
+    for sub in module.modules():
+        for key, value in sub._buffers.items():
+            if value is not None:
+                slots[names[id(value)]].append((sub._buffers, key))
+    return _with_own(slots)
+
+
+def _with_own(slots: dict[str, list[Slot]]) -> _Sites:
+    return _Sites(slots, {n: [c[k] for c, k in s] for n, s in slots.items()})
+
+
+_SITES: "weakref.WeakKeyDictionary[nn.Module, tuple[_Sites, _Sites]]" = weakref.WeakKeyDictionary()
+
+
+def _sites_of(module: nn.Module) -> tuple[_Sites, _Sites]:
+    found = _SITES.get(module)
+    if found is None or any(s.installed is None and s.stale() for s in found):
+        found = _SITES[module] = (_param_sites(module), _buffer_sites(module))
+    return found
+
+
+def _check_names(what: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    if expected.keys() != given.keys():
+        missing, extra = sorted(expected.keys() - given.keys())[:3], sorted(given.keys() - expected.keys())[:3]
+        raise ValueError(
+            f"functional_call: {what} do not fit the module: missing {missing}, unexpected {extra}; "
+            "pass what fz.split_module gave, all of it"
+        )
+
+
+def functional_call(
+    module: nn.Module,
+    params: Mapping[str, torch.Tensor],
+    *args: Any,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    training: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Calls a module with the given params in place of its own.
+
+    Args:
+        params: as from `split_module` (global shapes; of the local piece where a partition cuts the leaf).
+        buffers: as from `split_module`; they are not written to. Without them the module's own are constants.
+        training: the mode for this call; default: the module's own.
+
+    Returns: the module's output; with `buffers`, (output, new buffers).
+
+    Within a gradient, vjp or step the params stay in the module until its backward is done, see [Note: params stay in
+    the module]; everything of the module is as it was after that.
+
+    Raises:
+        ValueError: names that do not fit. RuntimeError: a buffer was written without `buffers=`, or one module with two
+        trees in one graph was recomputed by activation checkpointing.
+    """
+    outer = current()
+    if outer is None:
+        with scope():
+            return functional_call(module, params, *args, buffers=buffers, training=training, **kwargs)
+    param_sites, buffer_sites = _sites_of(module)
+    _check_names("params", param_sites.slots, params)
+    _install(module, param_sites, params, outer)
+    if training is not None:
+        _set_mode(module, training, outer)
+    if not buffer_sites.slots:
+        out = module(*args, **kwargs)
+        return out if buffers is None else (out, {})
+    if buffers is not None:
+        _check_names("buffers", buffer_sites.slots, buffers)
+    before = buffers if buffers is not None else {n: own[0] for n, own in buffer_sites.own.items()}
+    with _buffers_in(buffer_sites, before, outer) as held:
+        out = module(*args, **kwargs)
+        after = {n: slots[0][0][slots[0][1]] for n, slots in buffer_sites.slots.items()}
+    written = [n for n, (b, version) in held.items() if after[n] is not b or b._version != version]
+    if buffers is not None:
+        return out, {n: b.detach() for n, b in after.items()}
+    if written:
+        raise RuntimeError(
+            f"functional_call: the module wrote to its buffer {written[0]!r}, which is a constant here; "
+            "pass buffers=... and use the new ones that come back, or training=False"
+        )
+    return out
+
+
+def _install(module: nn.Module, sites: _Sites, params: Mapping[str, torch.Tensor], outer: Scope) -> None:
+    values = [params[n] for n in sites.slots]
+    if sites.installed is None:
+        outer.on_exit(sites.restore)
+    elif all(a is b for a, b in zip(sites.installed, values, strict=True)):
+        return
+    else:
+        _refuse_recomputation(module, outer)
+        previous = dict(zip(sites.slots, sites.installed, strict=True))
+        outer.on_exit(lambda: _reinstall(sites, previous))
+    sites.put(params)
+    sites.installed = values
+
+
+def _reinstall(sites: _Sites, values: Mapping[str, torch.Tensor]) -> None:
+    sites.put(values)
+    sites.installed = list(values.values())
+
+
+def _refuse_recomputation(module: nn.Module, outer: Scope) -> None:
+    """With two trees in one graph, a part of the module that runs again in the backward would take the wrong one."""
+
+    def hook(sub: nn.Module, args: Any) -> None:
+        if outer.in_backward:
+            raise RuntimeError(
+                f"{type(module).__name__} was called with two trees of params in one graph and recomputes in the "
+                "backward: it cannot know which tree; checkpoint the call with fz.remat instead of within the module"
+            )
+
+    for sub in module.modules():
+        if sub._parameters:
+            outer.on_exit(sub.register_forward_pre_hook(hook).remove)
+
+
+def _set_mode(module: nn.Module, training: bool, outer: Scope) -> None:
+    modes = [(sub, sub.training) for sub in module.modules() if sub.training != training]
+
+    def undo() -> None:
+        for sub, mode in modes:
+            sub.training = mode
+
+    outer.on_exit(undo)
+    for sub, _ in modes:
+        sub.training = training
+
+
+@contextlib.contextmanager
+def _buffers_in(
+    sites: _Sites, values: Mapping[str, torch.Tensor], outer: Scope
+) -> Iterator[dict[str, tuple[torch.Tensor, int]]]:
+    """Puts copies of buffers in for a call; later recomputation meets other copies, so that it cannot write to results."""
+    outer.on_exit(sites.restore)
+    copies = {n: b.clone() for n, b in values.items()}
+    sites.put(copies)
+    sites.installed = list(copies.values())
+    try:
+        yield {n: (b, b._version) for n, b in copies.items()}
+    finally:
+        sites.put({n: b.clone() for n, b in values.items()} if torch.is_grad_enabled() else values)

@@ -1,0 +1,1 @@
+"""Pure functions of trees: gradients, accumulation, norms, optimizers, schedules, losses."""

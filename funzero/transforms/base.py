@@ -1,0 +1,129 @@
+"""Transforms: an optimizer piece is a pair of pure functions, `init` and `update`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funzero.core import abstract
+from funzero.core import tree as tree_lib
+
+NEEDS = ("leaf", "norm", "element")
+Schedule = Callable[[torch.Tensor], Any]
+Scalar = float | Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """`init(params) -> state` and `update(updates, state, params) -> (updates, state)`.
+
+    Attributes:
+        needs: what `update` must be handed when leaves are cut over ranks. `leaf`: whole leaves (the safe default; its
+            output is cut again). `norm`: pieces, and a keyword `reduce(path, x)` that sums `x` over the ranks that
+            share the leaf. `element`: any piece.
+        quantum: the pieces of a cut leaf begin at multiples of so many elements.
+        name: the entry of its state in a chain.
+        parts: the transforms that a composite is made of; its `update` takes a keyword
+            `call(part, updates, state, params)` through which it runs them.
+        resolve: evaluates masks and labels once on abstract global shapes; returns the transform to use from then on.
+        fused: (kernel name, static arguments) for the executor to recognise, or None.
+
+    `None` in the updates means that a leaf did not take part: its param and the state made from it stay as they are.
+
+    References: the pair of functions follows Optax (DeepMind, 2020).
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    needs: str = "leaf"
+    quantum: int = 1
+    name: str = "transform"
+    parts: tuple["Transform", ...] = ()
+    resolve: "Callable[[Any], Transform] | None" = None
+    fused: tuple[str, tuple[Any, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.needs not in NEEDS:
+            raise ValueError(f"Transform(needs={self.needs!r}): expected one of {NEEDS}")
+
+
+def missing_paths(updates: Any, params: Any) -> set[str]:
+    """The paths of `params` at which `updates` has no leaf."""
+    return set(tree_lib.paths(params)) - set(tree_lib.paths(updates))
+
+
+def skip_missing(update: Callable[..., tuple[Any, Any]], init: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any]]:
+    """Makes `update` accept `None` in the updates, by leaving such leaves out of all its trees."""
+
+    def run(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        given = tree_lib.flatten_with_none(updates)[1]
+        if all(x is not None for x in given):
+            return update(updates, state, params, **extra)
+        if params is None:
+            raise ValueError("update: the updates hold None, which needs params=... to tell whose state stays")
+        absent = missing_paths(updates, params)
+        _, origin = abstract.sources(init, params)
+        held = {p for p, source in zip(tree_lib.paths(state), origin, strict=True) if source in absent}
+        new_updates, new_state = update(
+            tree_lib.prune(without_none(updates, params), absent.__contains__),
+            tree_lib.prune(state, held.__contains__),
+            tree_lib.prune(params, absent.__contains__),
+            **extra,
+        )
+        return tree_lib.graft(updates, new_updates), tree_lib.graft(state, new_state)
+
+    return run
+
+
+def without_none(updates: Any, params: Any) -> Any:
+    """`updates` in the structure of `params`, so that both prune alike."""
+    return tree_lib.graft(params, updates)
+
+
+def leafwise(
+    name: str,
+    init: Callable[[Any], Any],
+    update: Callable[..., tuple[Any, Any]],
+    needs: str = "element",
+    fused: tuple[str, tuple[Any, ...]] | None = None,
+) -> Transform:
+    """A transform that is not a composite, made to accept `None` in its updates."""
+    return Transform(init, skip_missing(update, init), needs=needs, name=name, fused=fused)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparams:
+    """Numbers become leaves of the state, schedules are evaluated at one count of applied updates.
+
+    The leaves are float32, or float64 when a param is (so that float64 runs do not lose the digits of `0.1`). They are
+    kept under `hyperparams`, so a new value needs no new step function.
+    """
+
+    given: dict[str, Any]
+
+    def init(self, params: Any) -> dict[str, Any]:
+        """The part of a transform's state that these hyper-parameters need."""
+        leaves = tree_lib.leaves(params)
+        wide = any(x.dtype in (torch.float64, torch.complex128) for x in leaves)
+        dtype = torch.float64 if wide else torch.float32
+        device = next((x.device for x in leaves), torch.device("cpu"))
+        numbers = {
+            k: torch.tensor(float(v), dtype=dtype, device=device) for k, v in self.given.items() if not callable(v)
+        }
+        state: dict[str, Any] = {"hyperparams": numbers} if numbers else {}
+        if len(numbers) < len(self.given):
+            state["count"] = torch.zeros((), dtype=torch.int32, device=device)
+        return state
+
+    def read(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The values for this update, by name; 0-dim tensors or numbers."""
+        values = dict(state.get("hyperparams", {}))
+        for name, value in self.given.items():
+            if callable(value):
+                values[name] = value(state["count"].to(torch.float64))
+        return values
+
+    def advance(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state after one update."""
+        return {**state, "count": state["count"] + 1} if "count" in state else state

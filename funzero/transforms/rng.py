@@ -1,0 +1,66 @@
+"""Random keys: (seed, stream) as int64 [2] in host memory, and keys derived from them by a counter-based hash."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def make_key(key: int | torch.Tensor) -> torch.Tensor:
+    """A key from a seed, or a checked key."""
+    if isinstance(key, torch.Tensor):
+        if key.dtype != torch.int64 or tuple(key.shape) != (2,):
+            raise ValueError(f"key: expected int64 [2], got {key.dtype} {list(key.shape)}")
+        return key.detach().to("cpu", copy=True)
+    return torch.tensor([key, 0], dtype=torch.int64)
+
+
+def _mix(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def fold_in(key: torch.Tensor, *data: int) -> torch.Tensor:
+    """A new key, a function of `key` and the numbers only.
+
+    >>> torch.equal(fold_in(make_key(0), 1, 2), fold_in(fold_in(make_key(0), 1), 2))
+    True
+    """
+    seed, stream = (int(v) & _MASK for v in key.tolist())
+    for value in data:
+        stream = _mix(stream ^ _mix(value & _MASK))
+        seed = _mix(seed ^ stream)
+    return torch.tensor([_signed(seed), _signed(stream)], dtype=torch.int64)
+
+
+def seed_of(key: torch.Tensor) -> int:
+    """A seed for a torch generator, within [0, 2^63)."""
+    seed, stream = (int(v) & _MASK for v in key.tolist())
+    return _mix(seed ^ _mix(stream)) >> 1
+
+
+@contextlib.contextmanager
+def seeded(key: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Within the block torch's global generators are seeded by `key`; afterwards they are as they were found."""
+    cpu = torch.get_rng_state()
+    other = torch.get_device_module(device) if device.type != "cpu" else None
+    before = other.get_rng_state(device) if other else None
+    try:
+        seed = seed_of(key)
+        torch.default_generator.manual_seed(seed)
+        if other:
+            other.manual_seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if other:
+            other.set_rng_state(before, device)

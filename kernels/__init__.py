@@ -1,0 +1,1 @@
+"""Kernels without funzero: each defined in plain torch, with faster backends beside it."""
