@@ -50,6 +50,11 @@ def default_store(distributed: Any) -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
+def flatten_dense(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Contiguous tensors of one dtype laid end to end, by copy."""
+    return torch._C._nn.flatten_dense_tensors(tensors)
+
+
 def fused_adamw(params: Any, grads: Any, mu: Any, nu: Any, counts: Any, **hyperparams: Any) -> None:
     """torch's fused AdamW, in place on lists of equal dtype; `counts` already hold this update's number."""
     torch._fused_adamw_(params, grads, mu, nu, [], counts, amsgrad=False, maximize=False, **hyperparams)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from funzero.core.state import Metrics, StateSpecs, TrainState
-from funzero.executor.run import Runner, StepOptions
+from funzero.executor.options import StepOptions
+from funzero.executor.run import Runner
 from funzero.transforms.base import Transform
 from funzero.transforms.grad import Takes
 from funzero.transforms.precision import Policy, checked

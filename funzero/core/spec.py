@@ -169,8 +169,8 @@ class Layout:
 
     @functools.cached_property
     def is_flat(self) -> bool:
-        """True if the leaf is stored as a 1-D range; so it is also on a single rank."""
-        return bool(self.spec.flat)
+        """True if the leaf is stored as a 1-D range; on one rank nothing is cut, and it keeps its shape."""
+        return self.ranks > 1
 
     @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:

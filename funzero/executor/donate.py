@@ -41,9 +41,10 @@ def poison(leaves: Iterable[torch.Tensor], *, spent: bool = False) -> None:
         leaf.__class__ = kind
 
 
-def is_poisoned(leaf: Any) -> bool:
-    """True for a leaf that raises on use."""
-    return isinstance(leaf, _Donated | _Spent)
+def check_usable(leaf: torch.Tensor) -> None:
+    """Raises for a leaf that was donated or is spent."""
+    if isinstance(leaf, _Donated | _Spent):
+        type(leaf).__torch_function__(None, ())
 
 
 def writable(leaf: torch.Tensor, donate: bool) -> torch.Tensor:
@@ -52,11 +53,10 @@ def writable(leaf: torch.Tensor, donate: bool) -> torch.Tensor:
 
 
 def private(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same gradients, each contiguous and on memory that nothing else refers to: autograd may hand out one tensor twice."""
+    """The same gradients, each on memory that nothing else refers to: autograd may hand out one tensor twice."""
     seen: set[int] = set()
     out = []
     for x in leaves:
-        fresh = id(x) not in seen and x.is_contiguous() and not _compat.storage_is_shared(x)
+        out.append(x.clone() if id(x) in seen or _compat.storage_is_shared(x) else x)
         seen.add(id(x))
-        out.append(x if fresh else x.clone(memory_format=torch.contiguous_format))
     return out

@@ -33,7 +33,7 @@ class FusedAdam:
 
     def written(self, chosen: list[int]) -> list[int]:
         """The places in opt_state that an update of the chosen trained leaves writes to."""
-        return [where[i] for where in (self.mu, self.nu, self.count) for i in chosen] + self.schedule_counts
+        return [where[i] for where in (self.mu, self.nu) for i in chosen] + self.schedule_counts
 
     def run(
         self,
@@ -46,7 +46,8 @@ class FusedAdam:
         """Updates in place.
 
         Args:
-            params, grads: of the chosen trained leaves. opt_state: all leaves, those of `written` writable.
+            params, grads: of the chosen trained leaves. opt_state: all leaves, those of `written` writable; the counts
+                are replaced.
             skip: 0-dim bool on the device, or None when this update is known to happen.
         """
         h = {name: read(opt_state) for name, read in self.hyper.items()}
@@ -54,7 +55,7 @@ class FusedAdam:
         for place, i in enumerate(chosen):
             groups.setdefault((params[place].dtype, self.decays[i]), []).append(place)
         flag = None if skip is None else skip.to(torch.float32)
-        torch._foreach_add_([opt_state[self.count[i]] for i in chosen], 1)
+        self._advance(opt_state, chosen)
         for (_, decays), places in groups.items():
             _compat.fused_adamw(
                 [params[k] for k in places],
@@ -69,8 +70,16 @@ class FusedAdam:
                 weight_decay=h["weight_decay"] if decays else 0.0,
                 found_inf=flag,
             )
-        if self.schedule_counts:
-            torch._foreach_add_([opt_state[i] for i in self.schedule_counts], 1)
+        for i in self.schedule_counts:
+            opt_state[i].add_(1)
+
+    def _advance(self, opt_state: list[torch.Tensor], chosen: list[int]) -> None:
+        """Adds 1 to the counts of the chosen leaves; all counts become views of one new tensor."""
+        more = torch.zeros(len(self.count), dtype=torch.int32)
+        more[chosen] = 1
+        counts = torch.stack([opt_state[i] for i in self.count])
+        for i, count in zip(self.count, counts.add_(more.to(counts.device)).unbind(), strict=True):
+            opt_state[i] = count
 
 
 def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:

@@ -45,11 +45,10 @@ def differentiate(
         loss = call_loss(loss_fn, takes, tree_lib.unflatten(plan.specs.params.treedef, held), micro)
         opened.in_backward = True
         grads = gradients(loss.total, wanted)
-    for x, version, layout in zip(leaves, versions, plan.specs.params.layouts, strict=True):
-        if x._version != version:
-            raise RuntimeError(
-                f"{layout.path}: loss_fn wrote to this param in place; params are constants, return new values"
-            )
+    if [x._version for x in leaves] != versions:
+        changed = next(i for i, (x, v) in enumerate(zip(leaves, versions, strict=True)) if x._version != v)
+        path = plan.specs.params.layouts[changed].path
+        raise RuntimeError(f"{path}: loss_fn wrote to this param in place; params are constants, return new values")
     return loss, grads
 
 

@@ -28,7 +28,7 @@ def whole_piece(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Undoes the flat cut: the piece, of shape `layout.piece_shape`; a view if nothing is cut."""
     if not layout.is_flat:
         return local
-    return collectives.post_gather(local, layout).wait() if layout.ranks > 1 else local.view(layout.piece_shape)
+    return collectives.post_gather(local, layout).wait()
 
 
 def whole(local: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -41,6 +41,7 @@ class ReducePlan:
         self.routes = [_Route.of(a, b) for a, b in zip(src, dst, strict=True)]
         self._scatter = travel_groups([r.dst if r.scatter else None for r in self.routes])
         self._rest = travel_groups([r.rest for r in self.routes])
+        self._reshaped = [i for i, (a, b) in enumerate(zip(src, dst, strict=True)) if b.is_flat and not a.is_flat]
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sums; large leaves by one collective each, small ones together. May write into the leaves."""
@@ -50,7 +51,9 @@ class ReducePlan:
         for group in self._rest:
             group.scatter(out)
             group.gather(out)
-        return [x.view(r.dst.local_shape) for r, x in zip(self.routes, out, strict=True)]
+        for i in self._reshaped:
+            out[i] = out[i].reshape(self.routes[i].dst.local_shape)
+        return out
 
 
 @functools.lru_cache(maxsize=64)

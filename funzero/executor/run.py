@@ -1,6 +1,5 @@
 """The loop behind a step: header, micro-batches, update, and the state that comes out."""
 
-import dataclasses
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +13,12 @@ from funzero.core.spec import Layout
 from funzero.core.state import EMPTY_NODE, Metrics, StateSpecs, TrainState
 from funzero.data import EMPTY, split
 from funzero.executor import agree
-from funzero.executor.donate import is_poisoned, poison
+from funzero.executor.donate import check_usable, poison
+from funzero.executor.flat import FlatState
 from funzero.executor.init import check_trainable
 from funzero.executor.materialize import GatherAll
 from funzero.executor.micro import MicroBatch, cast_batch, differentiate
+from funzero.executor.options import StepOptions
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import agree_used, reduce_plan
 from funzero.executor.update import Selection, clip, update_leaves
@@ -25,20 +26,7 @@ from funzero.executor.window import Window, as_node, open_window
 from funzero.transforms.accumulate import mean_aux
 from funzero.transforms.base import Transform
 from funzero.transforms.grad import Takes
-from funzero.transforms.precision import Policy
 from funzero.transforms.rng import fold_in
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """What `make_step` was told, checked; see there."""
-
-    accumulate: int
-    max_norm: float | None
-    reduction: str
-    precision: Policy
-    max_skips: int
-    donate: bool
 
 
 class Bound:
@@ -81,33 +69,38 @@ class Runner:
         """One window of one batch."""
         bound, micros, _ = self._enter(state, batch, agree.STEP)
         with bound.plan.mesh.guard():
-            window = open_window(bound.plan, state.accum, state.buffers)
-            self._run(bound, state, window, micros)
-            return self._finish(bound, state, window)
+            flat = FlatState.open(state, bound.plan.specs)
+            window = open_window(bound.plan, flat)
+            self._run(bound, flat, window, micros)
+            return self._finish(bound, flat, window)
 
     def accumulate(self, state: TrainState, batch: Any) -> TrainState:
         """One batch of a window."""
         bound, micros, _ = self._enter(state, batch, agree.ACCUMULATE)
         with bound.plan.mesh.guard():
-            window = open_window(bound.plan, state.accum, state.buffers)
-            self._run(bound, state, window, micros)
-            return self._renew(state, accum=as_node(bound.plan, window, state.buffers))
+            flat = FlatState.open(state, bound.plan.specs)
+            window = open_window(bound.plan, flat)
+            self._run(bound, flat, window, micros)
+            flat.accum = as_node(bound.plan, window)
+            return flat.close(self._options.donate)
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """The end of a window; joins the micro-batches of ranks that are not there yet."""
         bound, micros, rows = self._enter(state, EMPTY, agree.UPDATE)
-        window = open_window(bound.plan, state.accum, state.buffers)
+        flat = FlatState.open(state, bound.plan.specs)
+        window = open_window(bound.plan, flat)
         while (rows[:, 0] == agree.ACCUMULATE).any():
             with bound.plan.mesh.guard():
-                self._run(bound, state, window, micros)
+                self._run(bound, flat, window, micros)
             rows = agree.agree(bound.plan.mesh, agree.Header(agree.UPDATE, False, "", bound.signature))
         with bound.plan.mesh.guard():
-            return self._finish(bound, state, window)
+            return self._finish(bound, flat, window)
 
     def _enter(self, state: TrainState, batch: Any, action: int) -> tuple[Bound, list[Any], torch.Tensor]:
         """Checks the input and agrees with the peers: what runs, the micro-batches, all headers."""
         bound = self._bind(state)
-        mesh, micros, error = bound.plan.mesh, [None] * self._options.accumulate, None
+        mesh, error = bound.plan.mesh, None
+        micros: list[Any] = [None] * self._options.accumulate
         has_batch = batch is not EMPTY
         try:
             self._check(bound, state, batch)
@@ -127,37 +120,35 @@ class Runner:
         if specs is None:
             raise ValueError("step: the state has no specs; make it with fz.init_state")
         if self._specs is not None and specs is not self._specs and specs != self._specs:
-            raise ValueError(
-                f"step: the state's layout is not the step's:\n{_first_difference(specs, self._specs)}\nfz.reshard it"
-            )
+            difference = _first_difference(specs, self._specs)
+            raise ValueError(f"step: the state's layout is not the step's:\n{difference}\nfz.reshard the state")
         if specs not in self._bounds:
             check_trainable(specs, specs.params.abstract(), self._trainable, "make_step")
             self._bounds[specs] = Bound(specs, self._tx, self._options)
         return self._bounds[specs]
 
     def _check(self, bound: Bound, state: TrainState, batch: Any) -> None:
-        if is_poisoned(state.step):
-            state.step.dtype  # noqa: B018 (raises, with the reason)
+        check_usable(state.step)
         device = bound.plan.mesh.device
         if device.type == "cpu" and int(state.skips) >= self._options.max_skips:
-            raise SkipLimitError(
-                f"{int(state.skips)} steps in a row were skipped (max_skips){self._bad_leaf}; look at the data or the rate"
-            )
-        for path, x in zip(*tree_lib.flatten_with_paths(batch)[:2], strict=True) if batch is not EMPTY else ():
+            count = int(state.skips)
+            raise SkipLimitError(f"{count} steps in a row were skipped (max_skips={count}){self._bad_leaf}")
+        if batch is EMPTY:
+            return
+        for path, x in zip(*tree_lib.flatten_with_paths(batch)[:2], strict=True):
             if isinstance(x, torch.Tensor) and x.device.type != device.type:
-                raise ValueError(
-                    f"batch/{path}: is on {x.device}, the mesh is on {device}; move it with .to({str(device)!r})"
-                )
+                raise ValueError(f"batch/{path}: is on {x.device}, the mesh is on {device}; move it there with .to")
 
-    def _run(self, bound: Bound, state: TrainState, window: Window, micros: list[Any]) -> None:
+    def _run(self, bound: Bound, flat: FlatState, window: Window, micros: list[Any]) -> None:
         """Adds micro-batches to the window; a rank without data joins with zeros."""
         plan = bound.plan
-        leaves = bound.gather(tree_lib.leaves(state.params))
+        leaves = bound.gather(flat.params)
         for batch in micros:
             grads: list[torch.Tensor | None] = [None] * len(plan.trained)
             if batch is not None:
                 index = window.times * plan.batch_ranks + plan.batch_index
-                micro = MicroBatch(batch, fold_in(state.key, int(state.step), index), window.buffers)
+                buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
+                micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
                 loss, grads = differentiate(plan, self._loss_fn, self._takes, leaves, micro)
                 window.add_loss(loss)
                 window.used = [a or g is not None for a, g in zip(window.used, grads, strict=True)]
@@ -167,18 +158,17 @@ class Runner:
             window.add_grads(grads, plan)
             window.times += 1
 
-    def _finish(self, bound: Bound, state: TrainState, window: Window) -> tuple[TrainState, Metrics]:
+    def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options
         used = agree_used(torch.tensor(window.used, dtype=torch.uint8), plan.mesh)
         weight, loss, aux = _global_scalars(plan, window)
         selection = bound.selection(used)
         layouts = plan.specs.accum.layouts
-        grads = selection.reduction.run([_or_zeros(window.sums[i], layouts[i]) for i in selection.chosen])
+        sums = [_or_zeros(window.sums[i], layouts[i]) for i in selection.chosen]
         window.sums = []
-        grads, norm, bad = clip(selection, grads, weight, options.max_norm, options.reduction == "mean")
+        grads, norm, bad = clip(selection, selection.reduction.run(sums), weight, options)
         skip = ~torch.isfinite(norm) | ~torch.isfinite(loss) | (weight == 0)
         on_host = plan.mesh.device.type == "cpu"
-        params, opt_state, buffers = tree_lib.leaves(state.params), state.opt_state, state.buffers
         if on_host and bool(skip):
             self._bad_leaf = (
                 f"; the first bad gradient is that of {bad()}" if bool(weight != 0) else "; their weight was 0"
@@ -186,45 +176,31 @@ class Runner:
         else:
             flag = None if on_host else skip
             try:
-                params, opt_state = update_leaves(selection, params, opt_state, grads, flag, options.donate)
+                update_leaves(selection, flat, grads, flag, options.donate)
             except BaseException:
-                poison(tree_lib.leaves(state), spent=True)
+                poison(flat.old, spent=options.donate)
                 raise
-            buffers = _new_buffers(plan, window, state, weight, flag)
-        step = state.step + (~skip).to(torch.int32)
-        skips = torch.where(skip, state.skips + 1, 0).to(torch.int32)
+            flat.buffers = _new_buffers(plan, window, flat.buffers, weight, flag)
+        flat.step = flat.step + ~skip
+        flat.skips = torch.where(skip, flat.skips + 1, 0).to(torch.int32)
+        flat.accum = EMPTY_NODE
         metrics = Metrics(
             loss=loss / weight if options.reduction == "mean" else loss,
             grad_norm=norm,
             weight=weight,
             loss_scale=torch.ones((), device=norm.device),
             skipped=skip,
-            skipped_in_a_row=skips.clone(),
-            step=step.clone(),
+            skipped_in_a_row=flat.skips.clone(),
+            step=flat.step.clone(),
             aux=mean_aux(aux, weight),
         )
-        tree = tree_lib.unflatten(plan.specs.params.treedef, params)
-        new = self._renew(
-            state, step=step, params=tree, opt_state=opt_state, accum=EMPTY_NODE, skips=skips, buffers=buffers
-        )
-        return new, metrics
-
-    def _renew(self, state: TrainState, **changes: Any) -> TrainState:
-        """The state that comes out; under donation it takes over every leaf of the old one, which then raise."""
-        new = dataclasses.replace(state, **changes)
-        if not self._options.donate:
-            return new
-        old = {id(x): x for x in tree_lib.leaves(state)}
-        leaves, treedef = tree_lib.flatten(new)
-        fresh = [x.detach() if id(x) in old else x for x in leaves]
-        poison(old.values())
-        return tree_lib.unflatten(treedef, fresh)
+        return flat.close(options.donate), metrics
 
 
 def _or_zeros(grad: torch.Tensor | None, layout: Layout) -> torch.Tensor:
     if grad is None:
         return torch.zeros(layout.local_shape, dtype=layout.dtype, device=layout.mesh.device)
-    return grad.to(layout.dtype)
+    return grad if grad.dtype == layout.dtype else grad.to(layout.dtype)
 
 
 def _global_scalars(plan: Plan, window: Window) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -236,22 +212,22 @@ def _global_scalars(plan: Plan, window: Window) -> tuple[torch.Tensor, torch.Ten
     return weight.clone(), loss.clone(), tree_lib.unflatten(treedef, rest)
 
 
-def _new_buffers(plan: Plan, window: Window, state: TrainState, weight: torch.Tensor, skip: torch.Tensor | None) -> Any:
+def _new_buffers(
+    plan: Plan, window: Window, old: list[torch.Tensor], weight: torch.Tensor, skip: torch.Tensor | None
+) -> list[torch.Tensor]:
     """The buffers after an update: floats averaged over the batch axes by weight, the others at their largest."""
-    if window.buffers is state.buffers or not tree_lib.leaves(state.buffers):
-        return state.buffers
 
-    def merge(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    def merge(new: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         if plan.batch_ranks > 1:
             if new.dtype.is_floating_point:
                 share = new.to(torch.float64) * (window.weight / weight)
                 new = collectives.all_sum(share, plan.mesh, plan.mesh.batch)
             else:
                 new = collectives.all_max(new, plan.mesh, plan.mesh.batch)
-        new = new.to(old.dtype)
-        return new if skip is None else torch.where(skip, old, new)
+        new = new.to(before.dtype)
+        return new if skip is None else torch.where(skip, before, new)
 
-    return tree_lib.map(merge, window.buffers, state.buffers)
+    return [merge(a, b) for a, b in zip(window.buffers, old, strict=True)]
 
 
 def _first_difference(found: StateSpecs, expected: StateSpecs) -> str:

@@ -11,11 +11,13 @@ from funzero.core.collectives import Group, travel_groups
 from funzero.core.spec import Layout
 from funzero.executor import fused, place
 from funzero.executor.donate import private, writable
+from funzero.executor.flat import FlatState
+from funzero.executor.options import StepOptions
 from funzero.executor.pieces import PartCaller
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import ReducePlan
 from funzero.transforms.base import Transform
-from funzero.transforms.norm import NormPlan, clip_factor, fold
+from funzero.transforms.norm import NormPlan, clip_factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +48,19 @@ class Selection:
         return NormPlan(self.layouts)
 
     @functools.cached_property
+    def names(self) -> list[str]:
+        """Paths of all trained leaves, below params."""
+        return tree_lib.paths(self.plan.specs.grads.tree)
+
+    @functools.cached_property
     def kernel(self) -> fused.FusedAdam | None:
         """The fused form of the optimizer, if it has one."""
-        names = tree_lib.paths(self.plan.specs.grads.tree)
-        return fused.match(self.tx, self.plan.specs.opt_state, names)
+        return fused.match(self.tx, self.plan.specs.opt_state, self.names)
+
+    @functools.cached_property
+    def written(self) -> list[int]:
+        """The places in opt_state that the fused form writes to."""
+        return self.kernel.written(list(self.chosen)) if self.kernel else []
 
     @functools.cached_property
     def params_at(self) -> list[int]:
@@ -57,111 +68,85 @@ class Selection:
         return [self.plan.trained[i] for i in self.chosen]
 
     @functools.cached_property
+    def parts(self) -> list[tuple[int, Layout | None]]:
+        """For each chosen leaf its place among the params, and the range of it that is updated here, if not all."""
+        kept = self.plan.specs.params.layouts
+        pairs = zip(self.params_at, self.layouts, strict=True)
+        return [(i, g if g.is_flat and not kept[i].is_flat else None) for i, g in pairs]
+
+    @functools.cached_property
     def regather(self) -> list[Group]:
         """Params that are kept whole but were updated in ranges: how they become whole again."""
         kept = self.plan.specs.params.layouts
-        pairs = zip(self.params_at, self.layouts, strict=True)
-        cut = [dataclasses.replace(g, dtype=kept[i].dtype) if self._in_ranges(kept[i], g) else None for i, g in pairs]
-        return travel_groups(cut)
-
-    @staticmethod
-    def _in_ranges(kept: Layout, updated: Layout) -> bool:
-        return not kept.is_flat and updated.ranks > 1
+        return travel_groups([part and dataclasses.replace(part, dtype=kept[i].dtype) for i, part in self.parts])
 
 
-def clip(
-    selection: Selection, grads: list[torch.Tensor], weight: torch.Tensor, max_norm: float | None, mean: bool
-) -> Any:
+def clip(selection: Selection, grads: list[torch.Tensor], weight: torch.Tensor, options: StepOptions) -> Any:
     """Finalised, clipped gradients, their norm (0-dim float64, before the clip), and a function that names a bad leaf.
 
     Multiplications by exactly 1 are left out where the host can see it: on the CPU.
     """
     on_host = weight.device.type == "cpu"
-    grads = private(grads)
-    if mean and not (on_host and float(weight) in (0.0, 1.0)):
+    grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
+    if options.reduction == "mean" and not (on_host and float(weight) in (0.0, 1.0)) and grads:
+        grads = private(grads)
         torch._foreach_div_(grads, torch.where(weight == 0, 1.0, weight))
     sums = selection.norm.sums(grads)
-    norm = fold(sums).sqrt()
-    if max_norm is not None:
-        factor = clip_factor(norm, max_norm)
-        if not (on_host and float(factor) == 1.0) and grads:
+    norm = sums.sum().sqrt()
+    if options.max_norm is not None and grads:
+        factor = clip_factor(norm, options.max_norm)
+        if not (on_host and float(factor) == 1.0):
+            grads = private(grads)
             torch._foreach_mul_(grads, factor)
     return grads, norm, lambda: selection.norm.first_bad(sums)
 
 
 def update_leaves(
-    selection: Selection,
-    params: list[torch.Tensor],
-    opt_state: Any,
-    grads: list[torch.Tensor],
-    skip: torch.Tensor | None,
-    donate: bool,
-) -> tuple[list[torch.Tensor], Any]:
-    """New local params and a new opt_state.
+    selection: Selection, flat: FlatState, grads: list[torch.Tensor], skip: torch.Tensor | None, donate: bool
+) -> None:
+    """Replaces the params and the opt_state of `flat`.
 
     Args:
-        params: all local params. grads: finalised, of the chosen leaves.
+        grads: finalised, of the chosen leaves.
         skip: 0-dim bool on the device that makes the update a no-op, or None when the host knows that it happens.
     """
-    new_params = list(params)
     for i in selection.params_at:
-        new_params[i] = writable(params[i], donate)
-    pieces = [place.cut_flat(new_params[i], g) if g.is_flat else new_params[i] for i, g in _targets(selection)]
-    leaves, treedef = tree_lib.flatten(opt_state)
+        flat.params[i] = writable(flat.params[i], donate)
+    pieces = [flat.params[i] if part is None else place.cut_flat(flat.params[i], part) for i, part in selection.parts]
     if selection.kernel is not None:
-        for k in selection.kernel.written(list(selection.chosen)):
-            leaves[k] = writable(leaves[k], donate)
-        selection.kernel.run(pieces, grads, leaves, list(selection.chosen), skip)
-        opt_state = tree_lib.unflatten(treedef, leaves)
+        for k in selection.written:
+            flat.opt_state[k] = writable(flat.opt_state[k], donate)
+        selection.kernel.run(pieces, grads, flat.opt_state, list(selection.chosen), skip)
     else:
-        opt_state = _composed(selection, pieces, opt_state, grads, skip)
-    _make_whole(selection, new_params, pieces)
-    return new_params, opt_state
-
-
-def _targets(selection: Selection) -> list[tuple[int, Layout]]:
-    """For each chosen leaf its place among the params, and the layout of what is updated, as a part of what is kept."""
-    kept = selection.plan.specs.params.layouts
-    pairs = zip(selection.params_at, selection.layouts, strict=True)
-    return [
-        (i, g if not kept[i].is_flat else dataclasses.replace(g, spec=dataclasses.replace(g.spec, flat=())))
-        for i, g in pairs
-    ]
+        _composed(selection, pieces, flat, grads, skip)
+    for group in selection.regather:
+        group.gather(pieces)
+        for k in group.indices:
+            flat.params[selection.params_at[k]].copy_(pieces[k])
 
 
 def _composed(
     selection: Selection,
     pieces: list[torch.Tensor],
-    opt_state: Any,
+    flat: FlatState,
     grads: list[torch.Tensor],
     skip: torch.Tensor | None,
-) -> Any:
-    """Runs the optimizer as its transforms say, on trees in which leaves that took no part are `None`; writes the pieces."""
-    count = len(selection.plan.specs.grads.layouts)
-    trained = selection.plan.specs.grads
-    held: list[Any] = [None] * count
-    given: list[Any] = [None] * count
+) -> None:
+    """Runs the optimizer as its transforms say, on trees in which leaves that took no part are `None`."""
+    trained, tx = selection.plan.specs.grads, selection.tx
+    held = [torch.empty(x.local_shape, dtype=x.dtype, device="meta") for x in trained.layouts]
+    given: list[Any] = [None] * len(held)
     for i, p, g in zip(selection.chosen, pieces, grads, strict=True):
         held[i], given[i] = p, g
-    shapes = [
-        torch.empty(x.local_shape, dtype=x.dtype, device="meta") if h is None else h
-        for x, h in zip(trained.layouts, held, strict=True)
-    ]
-    caller = PartCaller(dict(zip(tree_lib.paths(trained.tree), trained.layouts, strict=True)))
-    tx = selection.tx
-    trees = tree_lib.unflatten(trained.treedef, given), opt_state, tree_lib.unflatten(trained.treedef, shapes)
+    caller = PartCaller(dict(zip(selection.names, trained.layouts, strict=True)))
+    opt_state = tree_lib.unflatten(selection.plan.specs.opt_state.treedef, flat.opt_state)
+    trees = tree_lib.unflatten(trained.treedef, given), opt_state, tree_lib.unflatten(trained.treedef, held)
     updates, new = tx.update(*trees, call=caller) if tx.parts else caller(tx, *trees)
     changed = dict(zip(*tree_lib.flatten_with_paths(updates)[:2], strict=True))
-    names = tree_lib.paths(trained.tree)
     for i, p in zip(selection.chosen, pieces, strict=True):
-        u = changed[names[i]]
-        p.copy_(p + u) if skip is None else p.copy_(torch.where(skip, p, p + u))
-    return new if skip is None else tree_lib.map(lambda a, b: torch.where(skip, a, b), opt_state, new)
-
-
-def _make_whole(selection: Selection, new_params: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
-    out = list(pieces)
-    for group in selection.regather:
-        group.gather(out)
-        for k in group.indices:
-            new_params[selection.params_at[k]].copy_(out[k])
+        value = p + changed[selection.names[i]]
+        p.copy_(value if skip is None else torch.where(skip, p, value))
+    after = tree_lib.leaves(new)
+    flat.opt_state = (
+        after if skip is None else [torch.where(skip, a, b) for a, b in zip(flat.opt_state, after, strict=True)]
+    )

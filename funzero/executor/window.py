@@ -7,7 +7,8 @@ import torch
 
 from funzero.core import tree as tree_lib
 from funzero.core.state import EMPTY_NODE, Accumulator
-from funzero.executor.donate import writable
+from funzero.executor.donate import private
+from funzero.executor.flat import FlatState
 from funzero.executor.plan import Plan
 from funzero.transforms.accumulate import weigh_aux
 from funzero.transforms.losses import Loss
@@ -15,7 +16,7 @@ from funzero.transforms.losses import Loss
 
 @dataclasses.dataclass
 class Window:
-    """The sums of an `Accumulator` as lists, in the order of `specs.grads`; `sums[i]` is None where nothing came yet."""
+    """The sums of an `Accumulator` as lists, in the order of `specs.grads`; None where nothing came yet."""
 
     sums: list[torch.Tensor | None]
     used: list[bool]
@@ -23,14 +24,15 @@ class Window:
     loss: torch.Tensor
     aux: Any
     times: int
-    buffers: Any
+    buffers: list[torch.Tensor]
 
     def add_grads(self, grads: list[torch.Tensor | None], plan: Plan) -> None:
         """Adds gradients, in the accumulator's layout; they may be kept."""
         for i, (g, layout) in enumerate(zip(grads, plan.specs.accum.layouts, strict=True)):
             if g is not None:
                 held = self.sums[i]
-                self.sums[i] = g.to(layout.dtype) if held is None else held.add(g)
+                g = g if g.dtype == layout.dtype else g.to(layout.dtype)
+                self.sums[i] = g if held is None else held.add(g)
 
     def add_loss(self, loss: Loss) -> None:
         """Adds what else a micro-batch brings."""
@@ -41,33 +43,33 @@ class Window:
             aux = weigh_aux(loss.aux, weight)
             self.aux = aux if not tree_lib.leaves(self.aux) else tree_lib.map(torch.add, self.aux, aux)
         if loss.buffers is not None:
-            self.buffers = tree_lib.map(lambda b: b.detach(), loss.buffers)
+            self.buffers = [b.detach() for b in tree_lib.leaves(loss.buffers)]
 
 
-def open_window(plan: Plan, accum: Any, buffers: Any) -> Window:
+def open_window(plan: Plan, flat: FlatState) -> Window:
     """An empty window, or the one that the state is in."""
+    accum = flat.accum
     if not isinstance(accum, Accumulator):
         count = len(plan.specs.accum.layouts)
         zero = torch.zeros((), dtype=torch.float64, device=plan.mesh.device)
-        return Window([None] * count, [False] * count, zero, zero, EMPTY_NODE, 0, buffers)
+        return Window([None] * count, [False] * count, zero, zero, EMPTY_NODE, 0, flat.buffers)
     used = accum.used.bool().tolist()
-    sums: list[torch.Tensor | None] = list(tree_lib.leaves(accum.grads))
-    return Window(sums, used, accum.weight, accum.loss, accum.aux, int(accum.times), accum.buffers)
+    sums = list(tree_lib.leaves(accum.grads))
+    return Window(sums, used, accum.weight, accum.loss, accum.aux, int(accum.times), tree_lib.leaves(accum.buffers))
 
 
-def as_node(plan: Plan, window: Window, buffers: Any) -> Accumulator:
-    """The window as a node of the state; leaves that nothing came for hold zeros."""
-    layouts = plan.specs.accum.layouts
+def as_node(plan: Plan, window: Window) -> Accumulator:
+    """The window as a node of the state, on leaves of its own; where nothing came there are zeros."""
     sums = [
-        torch.zeros(y.local_shape, dtype=y.dtype, device=plan.mesh.device) if x is None else writable(x, donate=True)
-        for x, y in zip(window.sums, layouts, strict=True)
+        torch.zeros(y.local_shape, dtype=y.dtype, device=plan.mesh.device) if x is None else x
+        for x, y in zip(window.sums, plan.specs.accum.layouts, strict=True)
     ]
     return Accumulator(
-        grads=tree_lib.unflatten(plan.specs.accum.treedef, sums),
-        weight=window.weight,
-        loss=window.loss,
-        aux=window.aux,
+        grads=tree_lib.unflatten(plan.specs.accum.treedef, private([x.contiguous() for x in sums])),
+        weight=window.weight.clone(),
+        loss=window.loss.clone(),
+        aux=tree_lib.map(torch.clone, window.aux),
         times=torch.tensor(window.times, dtype=torch.int32),
         used=torch.tensor(window.used, dtype=torch.uint8),
-        buffers=window.buffers if window.buffers is not buffers else tree_lib.map(torch.clone, buffers),
+        buffers=tree_lib.unflatten(plan.specs.buffers.treedef, [b.clone() for b in window.buffers]),
     )

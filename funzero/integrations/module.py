@@ -11,8 +11,6 @@ from torch import nn
 
 from funzero.core.scope import Scope, current, scope
 
-Slot = tuple[Any, Any]  # a container and the key in it under which a module looks its tensor up
-
 
 def split_module(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The params and buffers of a module: flat dicts under torch's own names, detached, sharing its memory.
@@ -34,58 +32,46 @@ def trainable(module: nn.Module) -> dict[str, bool]:
 
 @dataclasses.dataclass
 class _Sites:
-    """Where a module looks up its params (or buffers), by name; tied names have several slots."""
+    """Where a module looks up its params (or buffers): (name, container, key, own tensor); tied names have several."""
 
-    slots: dict[str, list[Slot]]
-    own: dict[str, list[Any]]
-    installed: list[Any] | None = None
+    slots: list[tuple[str, Any, Any, torch.Tensor]]
+    installed: list[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.own = {name: tensor for name, _, _, tensor in self.slots}
+        self._sites = [(container, key, tensor) for _, container, key, tensor in self.slots]
 
     def stale(self) -> bool:
         """True if the module was changed since: a slot holds another tensor than it did."""
-        return any(
-            c[k] is not v for n, slots in self.slots.items() for (c, k), v in zip(slots, self.own[n], strict=True)
-        )
+        return any(container[key] is not tensor for container, key, tensor in self._sites)
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
         """Puts values into all slots."""
-        for name, slots in self.slots.items():
-            value = values[name]
-            for container, key in slots:
-                container[key] = value
+        for name, container, key, _ in self.slots:
+            container[key] = values[name]
 
     def restore(self) -> None:
         """Puts the module's own tensors back."""
         self.installed = None
-        for name, slots in self.slots.items():
-            for (container, key), value in zip(slots, self.own[name], strict=True):
-                container[key] = value
+        for container, key, tensor in self._sites:
+            container[key] = tensor
 
 
 def _param_sites(module: nn.Module) -> _Sites:
     names = {id(p): n for n, p in module.named_parameters()}
-    slots: dict[str, list[Slot]] = {n: [] for n in names.values()}
+    slots = []
     for sub in module.modules():
-        for key, value in sub._parameters.items():
-            if value is not None:
-                slots[names[id(value)]].append((sub._parameters, key))
+        places: list[tuple[Any, Any, Any]] = [(sub._parameters, k, v) for k, v in sub._parameters.items()]
         if isinstance(sub, nn.RNNBase):  # it reads its weights from a list beside its parameters
-            for i, value in enumerate(sub._flat_weights):
-                slots[names[id(value)]].append((sub._flat_weights, i))
-    return _with_own(slots)
+            places += [(sub._flat_weights, i, v) for i, v in enumerate(sub._flat_weights)]
+        slots += [(names[id(v)], container, key, v) for container, key, v in places if v is not None]
+    return _Sites(slots)
 
 
 def _buffer_sites(module: nn.Module) -> _Sites:
     names = {id(b): n for n, b in module.named_buffers()}
-    slots: dict[str, list[Slot]] = {n: [] for n in names.values()}
-    for sub in module.modules():
-        for key, value in sub._buffers.items():
-            if value is not None:
-                slots[names[id(value)]].append((sub._buffers, key))
-    return _with_own(slots)
-
-
-def _with_own(slots: dict[str, list[Slot]]) -> _Sites:
-    return _Sites(slots, {n: [c[k] for c, k in s] for n, s in slots.items()})
+    places = [(sub._buffers, key, b) for sub in module.modules() for key, b in sub._buffers.items()]
+    return _Sites([(names[id(b)], container, key, b) for container, key, b in places if b is not None])
 
 
 _SITES: "weakref.WeakKeyDictionary[nn.Module, tuple[_Sites, _Sites]]" = weakref.WeakKeyDictionary()
@@ -136,7 +122,7 @@ def functional_call(
         with scope():
             return functional_call(module, params, *args, buffers=buffers, training=training, **kwargs)
     param_sites, buffer_sites = _sites_of(module)
-    _check_names("params", param_sites.slots, params)
+    _check_names("params", param_sites.own, params)
     _install(module, param_sites, params, outer)
     if training is not None:
         _set_mode(module, training, outer)
@@ -144,11 +130,11 @@ def functional_call(
         out = module(*args, **kwargs)
         return out if buffers is None else (out, {})
     if buffers is not None:
-        _check_names("buffers", buffer_sites.slots, buffers)
-    before = buffers if buffers is not None else {n: own[0] for n, own in buffer_sites.own.items()}
+        _check_names("buffers", buffer_sites.own, buffers)
+    before = buffers if buffers is not None else buffer_sites.own
     with _buffers_in(buffer_sites, before, outer) as held:
         out = module(*args, **kwargs)
-        after = {n: slots[0][0][slots[0][1]] for n, slots in buffer_sites.slots.items()}
+        after = {name: container[key] for name, container, key, _ in buffer_sites.slots}
     written = [n for n, (b, version) in held.items() if after[n] is not b or b._version != version]
     if buffers is not None:
         return out, {n: b.detach() for n, b in after.items()}
@@ -161,14 +147,14 @@ def functional_call(
 
 
 def _install(module: nn.Module, sites: _Sites, params: Mapping[str, torch.Tensor], outer: Scope) -> None:
-    values = [params[n] for n in sites.slots]
+    values = [params[n] for n in sites.own]
     if sites.installed is None:
         outer.on_exit(sites.restore)
     elif all(a is b for a, b in zip(sites.installed, values, strict=True)):
         return
     else:
         _refuse_recomputation(module, outer)
-        previous = dict(zip(sites.slots, sites.installed, strict=True))
+        previous = dict(zip(sites.own, sites.installed, strict=True))
         outer.on_exit(lambda: _reinstall(sites, previous))
     sites.put(params)
     sites.installed = values

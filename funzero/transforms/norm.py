@@ -3,8 +3,8 @@
 [Note: one norm for every layout] Squares are summed in float64 for each chunk of a leaf (the chunks of a flat cut,
 whether the leaf is cut or not). A rank puts the sums it owns into a vector that has one slot for every chunk of every
 piece of every leaf; of ranks that hold copies only the first fills its slots. The sum of these vectors over the mesh
-is exact, since each slot has one writer, and a fixed tree adds the slots. So each element counts once, experts need no
-special case, and the norm has the same bits on any number of ranks.
+is exact, since each slot has one writer, and every rank adds the same slots in the same order. So each element counts
+once, experts need no special case, and the norm has the same bits on any number of ranks.
 """
 
 import bisect
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from funzero import _compat
 from funzero.core import collectives
 from funzero.core import tree as tree_lib
 from funzero.core.mesh import Mesh, abstract_mesh
@@ -64,7 +65,7 @@ class NormPlan:
             if end > first and x.n * x.dtype.itemsize < SMALL_BYTES:
                 chosen.append(i)
                 lo, hi = x.bounds(x.index)
-                slots.append(first + torch.arange(hi - lo) // x.chunk)
+                slots.append(first + torch.arange((hi - lo) * _components(x)) // (x.chunk * _components(x)))
         return chosen, torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
 
     @functools.cached_property
@@ -76,7 +77,7 @@ class NormPlan:
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """The global norm of local leaves laid out as `layouts`: 0-dim float64, equal on all ranks."""
-        return fold(self.sums(grads)).sqrt()
+        return self.sums(grads).sum().sqrt()
 
     def first_bad(self, sums: torch.Tensor) -> str:
         """The path of the first leaf whose sum of squares is not finite, or of none."""
@@ -91,23 +92,22 @@ class NormPlan:
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)
         chosen, slots = self._small
         if chosen:
-            flat = torch.cat([_real(grads[i]).view(-1) for i in chosen]).double()
+            flat = _compat.flatten_dense([_real(grads[i]) for i in chosen]).double()
             sums.index_add_(0, slots.to(device), flat.square_())
         for i, first, end, chunk in self._large:
-            sums[first:end] = chunk_squares(_real(grads[i]).view(-1), chunk * _components(grads[i]))
+            sums[first:end] = chunk_squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
         if self._cut:
             mesh = self.layouts[0].mesh
             collectives.exact_sum(sums, mesh, mesh.names)
         return sums
 
 
-def _components(x: torch.Tensor) -> int:
-    return 2 if x.is_complex() else 1
+def _components(layout: Layout) -> int:
+    return 2 if layout.dtype.is_complex else 1
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    x = x.contiguous()
-    return torch.view_as_real(x).reshape(-1) if x.is_complex() else x
+    return torch.view_as_real(x.contiguous()) if x.is_complex() else x if x.is_contiguous() else x.contiguous()
 
 
 def chunk_squares(flat: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -141,15 +141,6 @@ def _row_squares(rows: torch.Tensor) -> torch.Tensor:
 def _dots(row: torch.Tensor) -> torch.Tensor:
     tiles = [tile.double() for tile in row.split(TILE)]
     return torch.stack([torch.dot(t, t) for t in tiles]).sum()
-
-
-def fold(sums: torch.Tensor) -> torch.Tensor:
-    """Adds a 1-D tensor in a fixed binary tree: 0-dim."""
-    while sums.numel() > 1:
-        half = (sums.numel() + 1) // 2
-        rest = sums.numel() - half
-        sums = torch.cat([sums[:rest] + sums[half:], sums[rest:half]])
-    return sums.sum()
 
 
 @functools.lru_cache(maxsize=64)

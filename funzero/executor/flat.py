@@ -1,0 +1,49 @@
+"""A state as lists: flattened once when a call begins, made a tree again once when it ends."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from funzero.core import tree as tree_lib
+from funzero.core.state import EMPTY_NODE, StateSpecs, TrainState
+from funzero.executor.donate import poison
+
+
+@dataclasses.dataclass
+class FlatState:
+    """The leaves of a state by field, in tree order; what a call works on.
+
+    Attributes:
+        old: all leaves of the state that came in. treedef: its structure with an empty window.
+    """
+
+    step: torch.Tensor
+    params: list[torch.Tensor]
+    opt_state: list[torch.Tensor]
+    skips: torch.Tensor
+    key: torch.Tensor
+    buffers: list[torch.Tensor]
+    accum: Any
+    old: list[torch.Tensor]
+    treedef: Any
+
+    @staticmethod
+    def open(state: TrainState, specs: StateSpecs) -> "FlatState":
+        """Flattens a state of this layout."""
+        inner = tree_lib.leaves(state.accum)
+        leaves, treedef = tree_lib.flatten(dataclasses.replace(state, accum=EMPTY_NODE) if inner else state)
+        step, *rest = leaves
+        p, o = len(specs.params.layouts), len(specs.params.layouts) + len(specs.opt_state.layouts)
+        skips, key, *buffers = rest[o:]
+        return FlatState(step, rest[:p], rest[p:o], skips, key, buffers, state.accum, leaves + inner, treedef)
+
+    def close(self, donate: bool) -> TrainState:
+        """The new state; under donation it takes over every leaf of the old one, which then raise."""
+        leaves = [self.step, *self.params, *self.opt_state, self.skips, self.key, *self.buffers]
+        if donate:
+            kept = {id(x) for x in self.old}
+            leaves = [x.detach() if id(x) in kept else x for x in leaves]
+            poison(self.old)
+        state: TrainState = tree_lib.unflatten(self.treedef, leaves)
+        return state if self.accum is EMPTY_NODE else dataclasses.replace(state, accum=self.accum)

@@ -1,0 +1,17 @@
+"""What a step was told."""
+
+import dataclasses
+
+from funzero.transforms.precision import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """What `make_step` was told, checked; see there."""
+
+    accumulate: int
+    max_norm: float | None
+    reduction: str
+    precision: Policy
+    max_skips: int
+    donate: bool
