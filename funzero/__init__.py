@@ -3,16 +3,19 @@
 import torch as _torch
 
 from funzero import _compat, data
+from funzero.checkpoint.plain import restore, save
 from funzero.core import tree
 from funzero.core.abstract import eval_shape
 from funzero.core.errors import DonatedError, MeshError, SkipLimitError, SpentStateError
 from funzero.core.mesh import Mesh, abstract_mesh, make_mesh
 from funzero.core.spec import P, Spec, Specs
 from funzero.core.state import Accumulator, Metrics, StateSpecs, TrainState
+from funzero.core.tie import tie
+from funzero.executor.evaluate import call, make_eval
 from funzero.executor.init import abstract_state, init_state
 from funzero.executor.place import gather, reshard, shard
 from funzero.executor.reduce import reduce
-from funzero.integrations.module import functional_call, split_module, trainable
+from funzero.integrations.module import functional_call, init_module, load_module, split_module, trainable
 from funzero.make_step import Step, make_step
 from funzero.transforms import losses, precision, schedules
 from funzero.transforms.accumulate import accumulate, finalize
@@ -62,6 +65,7 @@ __all__ = [
     "add_decayed_weights",
     "apply_update",
     "apply_updates",
+    "call",
     "chain",
     "clip_by_global_norm",
     "data",
@@ -72,8 +76,11 @@ __all__ = [
     "global_norm",
     "grad_fn",
     "identity",
+    "init_module",
     "init_state",
+    "load_module",
     "losses",
+    "make_eval",
     "make_mesh",
     "make_step",
     "masked",
@@ -81,6 +88,8 @@ __all__ = [
     "precision",
     "reduce",
     "reshard",
+    "restore",
+    "save",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
@@ -89,6 +98,7 @@ __all__ = [
     "sgd",
     "shard",
     "split_module",
+    "tie",
     "trace",
     "trainable",
     "tree",

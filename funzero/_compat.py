@@ -17,12 +17,12 @@ def check_torch_version(version: str) -> None:
         )
 
 
-def register_in_torch_pytree(cls: type, flatten: Any, unflatten: Any, fields: tuple[str, ...]) -> None:
+def register_in_torch_pytree(cls: type, flatten: Any, unflatten: Any, names: Any) -> None:
     """Makes `cls` a node of torch's own pytree, which `torch.func` and `make_fx` use."""
 
     def with_keys(node: Any) -> Any:
         children, context = flatten(node)
-        return [(torch_pytree.GetAttrKey(f), c) for f, c in zip(fields, children, strict=True)], context
+        return [(torch_pytree.GetAttrKey(n), c) for n, c in zip(names(node), children, strict=True)], context
 
     torch_pytree.register_pytree_node(
         cls, flatten, unflatten, flatten_with_keys_fn=with_keys, serialized_type_name=f"funzero.{cls.__name__}"

@@ -1,7 +1,7 @@
 """Abstract values: leaves with a shape and a dtype but no memory, and where a leaf was made from."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,17 +50,33 @@ def _plain(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.as_subclass(torch.Tensor) if isinstance(leaf, Placeholder) else leaf
 
 
+InitThunk = Callable[[torch.Tensor], torch.Tensor]
+
+
+def thunks_of(params: Any) -> dict[str, InitThunk] | None:
+    """The init thunks, if that is what `params` is: a mapping, or an iterable of pairs, from path to thunk(key)."""
+    if isinstance(params, (Mapping, Iterator)):
+        items = dict(params)
+    else:
+        return None
+    return items if items and all(callable(v) and not isinstance(v, torch.Tensor) for v in items.values()) else None
+
+
 def eval_shape(params: Any) -> Any:
     """The tree of shapes and dtypes of `params`, as meta tensors (global view).
 
     Args:
-        params: a tree of tensors, or a function without arguments that makes one; it runs on the meta device.
+        params: a tree of tensors, a function without arguments that makes one, or a mapping of path to
+            thunk(key) -> tensor; functions run on the meta device.
 
     >>> eval_shape({"w": torch.ones(2, 3)})["w"].device.type
     'meta'
     """
-    if callable(params) and not isinstance(params, torch.Tensor):
-        with torch.device("meta"):
+    thunks = thunks_of(params)
+    with torch.device("meta"):
+        if thunks is not None:
+            params = {path: thunk(torch.zeros(2, dtype=torch.int64)) for path, thunk in thunks.items()}
+        elif callable(params) and not isinstance(params, torch.Tensor):
             params = params()
     return tree_lib.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
 

@@ -40,15 +40,28 @@ def node(cls: type[T]) -> type[T]:
     def build(context: tuple[Any, ...], values: Iterable[Any]) -> Any:
         return final(**dict(zip(children, values, strict=True)), **dict(zip(statics, context, strict=True)))
 
-    optree.register_pytree_node(
-        final,  # type: ignore[arg-type]
-        lambda tree: (*flatten(tree), children),
-        build,  # type: ignore[arg-type]
-        path_entry_type=optree.GetAttrEntry,
-        namespace=NAMESPACE,
-    )
-    _compat.register_in_torch_pytree(final, flatten, lambda values, context: build(context, values), children)
+    register(final, lambda tree: (*flatten(tree), children), build, optree.GetAttrEntry)
     return final
+
+
+def register(
+    cls: type,
+    flatten: Callable[[Any], tuple[list[Any], tuple[Any, ...], tuple[str, ...]]],
+    build: Callable[[tuple[Any, ...], Iterable[Any]], Any],
+    entry: type = optree.MappingEntry,
+) -> None:
+    """Makes `cls` a node of both pytrees.
+
+    Args:
+        flatten: node -> (children, hashable metadata, name of each child). build: (metadata, children) -> node.
+    """
+    optree.register_pytree_node(cls, flatten, build, path_entry_type=entry, namespace=NAMESPACE)  # type: ignore[arg-type]
+    _compat.register_in_torch_pytree(
+        cls,
+        lambda tree: flatten(tree)[:2],
+        lambda values, context: build(context, values),
+        lambda tree: flatten(tree)[2],
+    )
 
 
 def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:

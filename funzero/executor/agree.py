@@ -14,6 +14,7 @@ import torch
 from funzero.core import tree as tree_lib
 from funzero.core.comm import Comm
 from funzero.core.mesh import Mesh
+from funzero.transforms.losses import aux_of_paths
 
 ACCUMULATE, UPDATE, STEP, EVAL = 1, 2, 3, 4
 _NAMES = {ACCUMULATE: "step.accumulate", UPDATE: "step.update", STEP: "step", EVAL: "eval"}
@@ -104,15 +105,6 @@ def common_aux(mesh: Mesh, aux: Any) -> Any:
     known = {t for t in texts if t}
     if len(known) > 1:
         raise ValueError(f"Loss.aux: its leaves differ between ranks: {_by_rank(texts)}; return the same on all")
-    return aux if leaves else _nested(known.pop().split("\n"))
-
-
-def _nested(names: list[str]) -> Any:
-    root: dict[str, Any] = {}
-    for name in names:
-        *outer, last = name.split("/")
-        place = root
-        for entry in outer:
-            place = place.setdefault(entry, {})
-        place[last] = torch.zeros((), dtype=torch.float64)
-    return root
+    if leaves:
+        return aux
+    return aux_of_paths({n: torch.zeros((), dtype=torch.float64, device=mesh.device) for n in known.pop().split("\n")})

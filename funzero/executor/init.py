@@ -1,5 +1,8 @@
 """Making a state: placed leaf by leaf, so that a rank holds one whole leaf at a time."""
 
+import functools
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from funzero.core.state import EMPTY_NODE, StateSpecs, TrainState
 from funzero.executor import place
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
-from funzero.transforms.rng import make_key
+from funzero.transforms.rng import fold_in, make_key
 from funzero.zero import default_specs, optimized, trainable_paths
 
 
@@ -29,7 +32,8 @@ def init_state(
     """The state at the start of training.
 
     Args:
-        params: tree of whole leaves (global view), equal on every rank.
+        params: tree of whole leaves (global view), equal on every rank; or a mapping (or iterator of pairs) from path
+            to thunk(key) -> whole leaf, run and cut one by one.
         key: seed, or int64 [2], for every random draw of training.
         specs: the layout; default: everything whole on one device.
         buffers: tree of the model's buffers.
@@ -38,21 +42,29 @@ def init_state(
 
     Raises TypeError or ValueError for a tree that cannot be trained, naming the leaf.
     """
-    abstract.check_params(params)
-    shapes = abstract.eval_shape(params)
+    thunks = abstract.thunks_of(params)
+    if thunks is None:
+        abstract.check_params(params)
+    shapes = abstract.eval_shape(params if thunks is None else thunks)
     if specs is None:
         specs = default_specs(shapes, tx, local_mesh(), trainable, buffers)
     check_trainable(specs, shapes, trainable, "init_state")
-    _check_fit(params, specs.params)
+    _check_fit(shapes, specs.params)
     _check_fit(buffers, specs.buffers)
+    rng = make_key(key)
+    if thunks is None:
+        makers: list[Callable[[], torch.Tensor]] = [functools.partial(_given, x) for x in tree_lib.leaves(params)]
+    else:
+        makers = [functools.partial(_made, thunks[path], rng, path) for path in tree_lib.paths(shapes)]
+    placed, opt_state = _build(makers, tx, specs, donate)
     return TrainState(
         step=torch.zeros((), dtype=torch.int32, device=specs.mesh.device),
-        params=_place(params, specs.params, donate),
-        opt_state=_init_opt(tx, params, specs),
+        params=placed,
+        opt_state=opt_state,
         accum=EMPTY_NODE,
         loss_scale=EMPTY_NODE,
         skips=torch.zeros((), dtype=torch.int32, device=specs.mesh.device),
-        key=make_key(key),
+        key=rng,
         buffers=_place(buffers, specs.buffers, donate),
         specs=specs,
     )
@@ -110,30 +122,50 @@ def _check_fit(tree: Any, specs: Specs) -> None:
             raise ValueError(f"{layout.path}: the specs say {expected}, got {found}; make the specs from these params")
 
 
+def _given(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf
+
+
+def _made(thunk: abstract.InitThunk, rng: torch.Tensor, path: str) -> torch.Tensor:
+    """A leaf from its thunk, under a key of its own; drawn on the CPU, so that it is the same on every device."""
+    with torch.device("cpu"):
+        return thunk(fold_in(rng, zlib.crc32(path.encode()))).detach()
+
+
 def _place(tree: Any, specs: Specs, donate: bool) -> Any:
-    def one(leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
-        part = place.cut(leaf, layout)
-        ready = part.device == layout.mesh.device and part.is_contiguous() and part.numel() == leaf.numel()
-        return part.detach() if donate and ready else place.store(part, layout)
-
     leaves, treedef = tree_lib.flatten(tree)
-    return tree_lib.unflatten(treedef, [one(x, y) for x, y in zip(leaves, specs.layouts, strict=True)])
+    return tree_lib.unflatten(treedef, [_placed(x, y, donate) for x, y in zip(leaves, specs.layouts, strict=True)])
 
 
-def _init_opt(tx: Transform, params: Any, specs: StateSpecs) -> Any:
-    """The optimizer's state. `tx.init` runs on one whole param at a time, so that only one state of it is whole.
+def _placed(leaf: torch.Tensor, layout: Layout, donate: bool) -> torch.Tensor:
+    part = place.cut(leaf, layout)
+    ready = part.device == layout.mesh.device and part.is_contiguous() and part.numel() == leaf.numel()
+    return part.detach() if donate and ready else place.store(part, layout)
+
+
+def _build(makers: list[Callable[[], torch.Tensor]], tx: Transform, specs: StateSpecs, donate: bool) -> tuple[Any, Any]:
+    """Params and optimizer state, leaf by leaf: `tx.init` runs on one whole param at a time.
 
     State that is made from no param is taken from a run that gives it the dtype that all params together give.
     """
-    seen = tree_lib.prune(params, lambda path: path not in set(tree_lib.paths(specs.grads.tree)))
-    tx = resolved(tx, abstract.eval_shape(seen))
+    tx = resolved(tx, specs.grads.abstract())
+    shapes = specs.params.abstract()
     layouts = dict(zip(tree_lib.paths(specs.opt_state.tree), specs.opt_state.layouts, strict=True))
-    made: dict[str, torch.Tensor] = {}
-    names = tree_lib.paths(seen)
-    for only in [{name} for name in names] or [set()]:
-        state = tx.init(tree_lib.prune(seen, lambda path, only=only: path not in only))  # type: ignore[misc]
-        for name, leaf in zip(*tree_lib.flatten_with_paths(state)[:2], strict=True):
-            layout = layouts[name]
-            if name not in made and leaf.dtype == layout.dtype:
-                made[name] = place.store(place.cut(leaf, layout), layout)
-    return tree_lib.unflatten(specs.opt_state.treedef, [made[name] for name in layouts])
+    trains = set(tree_lib.paths(specs.grads.tree))
+    placed: list[torch.Tensor] = []
+    state: dict[str, torch.Tensor] = {}
+
+    def add(alone: Any) -> None:
+        for name, leaf in zip(*tree_lib.flatten_with_paths(tx.init(alone))[:2], strict=True):
+            if name not in state and leaf.dtype == layouts[name].dtype:
+                state[name] = place.store(place.cut(leaf, layouts[name]), layouts[name])
+
+    for path, make, layout in zip(tree_lib.paths(shapes), makers, specs.params.layouts, strict=True):
+        whole = make()
+        if path in trains:
+            add(tree_lib.graft(tree_lib.prune(shapes, lambda p, path=path: p != path), {path: whole}))  # type: ignore[misc]
+        placed.append(_placed(whole, layout, donate))
+    if not trains:
+        add(tree_lib.prune(shapes, lambda p: True))
+    opt_state = tree_lib.unflatten(specs.opt_state.treedef, [state[name] for name in layouts])
+    return tree_lib.unflatten(specs.params.treedef, placed), opt_state

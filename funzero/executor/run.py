@@ -161,7 +161,7 @@ class Runner:
     def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options
         used = agree_used(torch.tensor(window.used, dtype=torch.uint8), plan.mesh)
-        weight, loss, aux = _global_scalars(plan, window)
+        weight, loss, aux = global_scalars(plan, window)
         selection = bound.selection(used)
         layouts = plan.specs.accum.layouts
         sums = [_or_zeros(window.sums[i], layouts[i]) for i in selection.chosen]
@@ -203,7 +203,7 @@ def _or_zeros(grad: torch.Tensor | None, layout: Layout) -> torch.Tensor:
     return grad if grad.dtype == layout.dtype else grad.to(layout.dtype)
 
 
-def _global_scalars(plan: Plan, window: Window) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def global_scalars(plan: Plan, window: Window) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Sums over the batch axes of weight, loss and extras, in one collective."""
     aux = agree.common_aux(plan.mesh, window.aux)
     leaves, treedef = tree_lib.flatten(aux)

@@ -1,15 +1,23 @@
 """torch modules as pure functions: their params and buffers taken out, and put in for a call."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from funzero.core import tree as tree_lib
+from funzero.core.abstract import InitThunk
 from funzero.core.scope import Scope, current, scope
+from funzero.core.state import TrainState
+from funzero.executor import place
+from funzero.transforms.rng import fold_in, seeded
 
 
 def split_module(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -88,8 +96,7 @@ def _check_names(what: str, expected: Mapping[str, Any], given: Mapping[str, Any
     if expected.keys() != given.keys():
         missing, extra = sorted(expected.keys() - given.keys())[:3], sorted(given.keys() - expected.keys())[:3]
         raise ValueError(
-            f"functional_call: {what} do not fit the module: missing {missing}, unexpected {extra}; "
-            "pass what fz.split_module gave, all of it"
+            f"{what} do not fit the module: missing {missing}, unexpected {extra}; pass what fz.split_module gave, all of it"
         )
 
 
@@ -122,7 +129,7 @@ def functional_call(
         with scope():
             return functional_call(module, params, *args, buffers=buffers, training=training, **kwargs)
     param_sites, buffer_sites = _sites_of(module)
-    _check_names("params", param_sites.own, params)
+    _check_names("functional_call: params", param_sites.own, params)
     _install(module, param_sites, params, outer)
     if training is not None:
         _set_mode(module, training, outer)
@@ -130,7 +137,7 @@ def functional_call(
         out = module(*args, **kwargs)
         return out if buffers is None else (out, {})
     if buffers is not None:
-        _check_names("buffers", buffer_sites.own, buffers)
+        _check_names("functional_call: buffers", buffer_sites.own, buffers)
     before = buffers if buffers is not None else buffer_sites.own
     with _buffers_in(buffer_sites, before, outer) as held:
         out = module(*args, **kwargs)
@@ -205,3 +212,74 @@ def _buffers_in(
         yield {n: (b, b._version) for n, b in copies.items()}
     finally:
         sites.put({n: b.clone() for n, b in values.items()} if torch.is_grad_enabled() else values)
+
+
+def load_module(module: nn.Module, state: TrainState) -> None:
+    """Writes a state's params and buffers back into a module, whole, leaf by leaf. A collective call.
+
+    Args:
+        module: that the params came from; it may be on the meta device, and then gets new parameters.
+
+    Raises ValueError when its names are not those of the state.
+    """
+    if state.specs is None:
+        raise ValueError("load_module: the state has no specs; make it with fz.init_state")
+    params, buffers = split_module(module)
+    with torch.no_grad():
+        for kind, own, tree, specs in (
+            ("params", params, state.params, state.specs.params),
+            ("buffers", buffers, state.buffers, state.specs.buffers),
+        ):
+            local = dict(zip(*tree_lib.flatten_with_paths(tree)[:2], strict=True))
+            if kind == "params" or local:
+                _check_names(f"load_module: {kind}", own, local)
+            for (name, leaf), layout in zip(local.items(), specs.layouts, strict=True):
+                _write_back(module, name, place.whole(leaf, layout))
+
+
+def _write_back(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}[name]
+    if not own.is_meta:
+        own.copy_(value)
+        return
+    made: Any = value.clone()
+    if isinstance(own, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=own.requires_grad)
+    for sub in module.modules():  # every place of a tied weight
+        for table in (sub._parameters, sub._buffers):
+            for key in [k for k, held in table.items() if held is own]:
+                table[key] = made
+
+
+def init_module(module: nn.Module) -> dict[str, InitThunk]:
+    """How to make the params of a module that is on the meta device: what `init_state` takes in place of params.
+
+    Each leaf comes from the `reset_parameters` of its submodule, under a seed of its own, so it has the same values on
+    any number of ranks, and a rank holds the leaves of one submodule at a time.
+
+    Raises ValueError for a submodule with params but without `reset_parameters`.
+    """
+    names = {id(p): n for n, p in module.named_parameters()}
+    thunks: dict[str, InitThunk] = {}
+    for prefix, sub in module.named_modules():
+        own = {key: p for key, p in sub._parameters.items() if p is not None}
+        if own and not callable(getattr(sub, "reset_parameters", None)):
+            raise ValueError(f"init_module: {prefix or type(sub).__name__} has params but no reset_parameters; add one")
+        for key, p in own.items():
+            thunks.setdefault(names[id(p)], functools.partial(_init_leaf, sub, prefix, key))
+    return thunks
+
+
+def _init_leaf(sub: nn.Module, prefix: str, key: str, rng: torch.Tensor) -> torch.Tensor:
+    """One leaf of a submodule, from a copy of it without its children."""
+    twin: Any = copy.copy(sub)
+    device = torch.get_default_device()
+    twin._parameters = {
+        k: p if p is None else nn.Parameter(torch.empty_like(p, device=device)) for k, p in sub._parameters.items()
+    }
+    twin._buffers = {k: b if b is None else torch.zeros_like(b, device=device) for k, b in sub._buffers.items()}
+    if device.type != "meta":
+        with seeded(fold_in(rng, zlib.crc32(prefix.encode())), device):
+            twin.reset_parameters()
+    leaf: torch.Tensor = twin._parameters[key].detach()
+    return leaf

@@ -1,11 +1,13 @@
 """Losses: what a loss function returns, and cross entropy as a sum with its count."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from funzero.core import tree as tree_lib
 from funzero.core.tree import node
 
 
@@ -27,11 +29,31 @@ class Loss:
     buffers: Any = None
 
 
-@node
+@dataclasses.dataclass(frozen=True)
 class Sum:
     """Marks an extra (a leaf of `Loss.aux`) that is added over micro-batches and ranks rather than averaged."""
 
     value: Any
+
+
+_SUM_ENTRY = "+"  # the entry of the value in a path, so that a path tells a Sum from a dict
+tree_lib.register(Sum, lambda s: ([s.value], (), (_SUM_ENTRY,)), lambda _, values: Sum(*values))
+
+
+def aux_of_paths(by_path: Mapping[str, torch.Tensor]) -> Any:
+    """A tree of extras rebuilt from its paths, as nested dicts."""
+    root: dict[str, Any] = {}
+    for path, leaf in by_path.items():
+        entries = path.split("/")
+        value: Any = leaf
+        if entries[-1] == _SUM_ENTRY:
+            value = Sum(leaf)
+            entries.pop()
+        place = root
+        for entry in entries[:-1]:
+            place = place.setdefault(entry, {})
+        place[entries[-1]] = value
+    return root
 
 
 def cross_entropy(

@@ -1,0 +1,82 @@
+"""A byte-level GPT that reads the source of Python's own standard library. Its whole training state is one value.
+
+One process: python examples/01_train_gpt.py     Two, at ZeRO-3: torchrun --nproc-per-node 2 examples/01_train_gpt.py
+"""
+
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funzero as fz
+from funzero.cli.corpus import load_corpus, sample_rows
+from funzero.cli.interrupt import Interrupt
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.qkv, self.proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 128, layers: int = 2, heads: int = 4, context: int = 128) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, 256, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                std = 0.3 if name.startswith(("token", "position")) else weight.shape[1] ** -0.5
+                residual = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(weight, std=std / math.sqrt(2 * layers) if residual else std)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def setup(mesh, model, *, steps, stage=3, seed=0, resume=None):
+    def loss_fn(params, batch):  # pure: a sum and its count, so that batches of any size mix
+        logits = fz.functional_call(model, params, batch["tokens"])
+        total, count = fz.losses.cross_entropy(logits, batch["labels"])
+        return fz.Loss(total, weight=count)
+
+    schedule = fz.schedules.warmup_cosine(4e-3, warmup=min(40, steps // 4), total=steps, end=2e-4)
+    matrices = lambda params: fz.tree.map(lambda p: p.dim() >= 2, params)  # noqa: E731
+    tx = fz.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
+    params, _ = fz.split_module(model)
+    specs = fz.zero_specs(fz.eval_shape(params), tx, mesh, stage=stage)
+    fresh = fz.init_state(params, tx, key=seed, specs=specs)
+    state = fz.restore(resume, like=fresh) if resume else fresh
+    return loss_fn, fz.make_step(loss_fn, tx, specs=specs, max_norm=1.0), state
+
+
+def train(mesh, step, state, text, *, steps, seed=0):
+    while (at := int(state.step)) < steps:  # the data are a function of (seed, step): a resumed run reads the same
+        rows = sample_rows(text, 8, 128, seed, at).to(mesh.device)
+        state, metrics = step(state, fz.data.local({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, mesh))
+        yield state, metrics
+
+
+if __name__ == "__main__":
+    mesh, steps = fz.make_mesh(dp=-1), int(sys.argv[1]) if len(sys.argv) > 1 else 300
+    stop = Interrupt(mesh)
+    torch.manual_seed(0)
+    loss_fn, step, state = setup(mesh, GPT(), steps=steps)
+    for state, metrics in train(mesh, step, state, load_corpus().train, steps=steps):
+        if mesh.rank == 0 and (metrics.step % 20 == 0 or metrics.step == steps):
+            print(f"step {metrics.step}  {metrics.loss / math.log(2):.3f} bits per byte", flush=True)
+        if stop.agreed():
+            break
+    fz.save("runs/gpt", state, overwrite=True)

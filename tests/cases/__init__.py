@@ -1,0 +1,1 @@
+"""Faults that users of such systems met: a test for each case, named after its id."""

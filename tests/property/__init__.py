@@ -1,0 +1,1 @@
+"""Properties that hold for any tree, shape and spec."""
