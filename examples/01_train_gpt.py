@@ -1,7 +1,4 @@
-"""A byte-level GPT that reads the source of Python's own standard library. Its whole training state is one value.
-
-One process: python examples/01_train_gpt.py     Two, at ZeRO-3: torchrun --nproc-per-node 2 examples/01_train_gpt.py
-"""
+"""Trains a byte-level GPT on the source of Python's own standard library: with plain python, or at ZeRO-3 under torchrun."""
 
 import math
 import sys
@@ -13,6 +10,8 @@ from torch import nn
 import funzero as fz
 from funzero.cli.corpus import load_corpus, sample_rows
 from funzero.cli.interrupt import Interrupt
+
+ROWS, CONTEXT = 8, 128  # of a step, over all ranks
 
 
 class Block(nn.Module):
@@ -30,7 +29,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, width: int = 128, layers: int = 2, heads: int = 4, context: int = 128) -> None:
+    def __init__(self, width: int = 128, layers: int = 2, heads: int = 4, context: int = CONTEXT) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -47,24 +46,22 @@ class GPT(nn.Module):
 
 
 def setup(mesh, model, *, steps, stage=3, seed=0, resume=None):
-    def loss_fn(params, batch):  # pure: a sum and its count, so that batches of any size mix
+    def loss_fn(params, batch):  # pure; a sum and its count, so that batches of any size mix
         logits = fz.functional_call(model, params, batch["tokens"])
-        total, count = fz.losses.cross_entropy(logits, batch["labels"])
-        return fz.Loss(total, weight=count)
+        return fz.Loss(*fz.losses.cross_entropy(logits, batch["labels"]))
 
     schedule = fz.schedules.warmup_cosine(4e-3, warmup=min(40, steps // 4), total=steps, end=2e-4)
-    matrices = lambda params: fz.tree.map(lambda p: p.dim() >= 2, params)  # noqa: E731
-    tx = fz.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
+    tx = fz.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=lambda p: fz.tree.map(lambda x: x.dim() >= 2, p))
     params, _ = fz.split_module(model)
     specs = fz.zero_specs(fz.eval_shape(params), tx, mesh, stage=stage)
-    fresh = fz.init_state(params, tx, key=seed, specs=specs)
-    state = fz.restore(resume, like=fresh) if resume else fresh
+    state = fz.init_state(params, tx, key=seed, specs=specs)
+    state = fz.restore(resume, like=state) if resume else state
     return loss_fn, fz.make_step(loss_fn, tx, specs=specs, max_norm=1.0), state
 
 
 def train(mesh, step, state, text, *, steps, seed=0):
-    while (at := int(state.step)) < steps:  # the data are a function of (seed, step): a resumed run reads the same
-        rows = sample_rows(text, 8, 128, seed, at).to(mesh.device)
+    while (at := int(state.step)) < steps:  # data are a function of (seed, step): a resumed run reads the same
+        rows = sample_rows(text, ROWS, CONTEXT, seed, at).to(mesh.device)
         state, metrics = step(state, fz.data.local({"tokens": rows[:, :-1], "labels": rows[:, 1:]}, mesh))
         yield state, metrics
 
@@ -73,10 +70,10 @@ if __name__ == "__main__":
     mesh, steps = fz.make_mesh(dp=-1), int(sys.argv[1]) if len(sys.argv) > 1 else 300
     stop = Interrupt(mesh)
     torch.manual_seed(0)
-    loss_fn, step, state = setup(mesh, GPT(), steps=steps)
-    for state, metrics in train(mesh, step, state, load_corpus().train, steps=steps):
-        if mesh.rank == 0 and (metrics.step % 20 == 0 or metrics.step == steps):
+    _, step, first = setup(mesh, GPT(), steps=steps)
+    for state, metrics in train(mesh, step, first, load_corpus().train, steps=steps):
+        if mesh.rank == 0 and metrics.step % 20 == 0:
             print(f"step {metrics.step}  {metrics.loss / math.log(2):.3f} bits per byte", flush=True)
-        if stop.agreed():
+        if stop.agreed() or metrics.step == steps:
+            fz.save("runs/gpt", state, overwrite=True)
             break
-    fz.save("runs/gpt", state, overwrite=True)

@@ -40,6 +40,8 @@ def make_step(
     reduction: str = "mean",
     precision: Policy | None = None,
     trainable: Any = None,
+    gather_budget: int | None = None,
+    leaf_use: str = "same",
     max_skips: int = 100,
     donate: bool = True,
 ) -> Step:
@@ -56,6 +58,10 @@ def make_step(
             nothing.
         precision: a policy of `fz.precision`; default float32, which leaves every leaf's dtype as it is.
         trainable: as given to the specs; checked against them.
+        gather_budget: bytes of whole data of cut params that may be present at a time on a rank, pending reductions
+            included, besides the leaf in use. None: no limit. Small leaves (below 64 KiB) do not count.
+        leaf_use: "same": ranks use the same leaves in the same order in each micro-batch (checked). "any": they agree
+            on each gather, which costs a fraction of a millisecond each.
         max_skips: after so many skipped steps in a row the next call raises.
         donate: reuse the storage of the state passed in, whose leaves then raise on use. False keeps both.
 
@@ -68,5 +74,10 @@ def make_step(
         raise ValueError(f"make_step: reduction is 'mean' or 'sum', got {reduction!r}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"make_step: max_norm must be positive or None, got {max_norm}")
-    options = StepOptions(accumulate, max_norm, reduction, checked(precision), max_skips, donate)
+    if gather_budget is not None and gather_budget <= 0:
+        raise ValueError(f"make_step: gather_budget is positive bytes or None, got {gather_budget}")
+    if leaf_use not in ("same", "any"):
+        raise ValueError(f"make_step: leaf_use is 'same' or 'any', got {leaf_use!r}")
+    policy = checked(precision)
+    options = StepOptions(accumulate, max_norm, reduction, policy, gather_budget, leaf_use, max_skips, donate)
     return Step(Runner(loss_fn, Takes.of(loss_fn), tx, specs, trainable, options))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from types import FrameType
 
 import torch
@@ -27,7 +26,6 @@ class Interrupt:
         self._asked = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        print("stopping after this step", file=sys.stderr)
 
     def agreed(self, asked: bool = False) -> bool:
         """Whether any rank was asked to stop, by a signal or by `asked`. A collective call."""

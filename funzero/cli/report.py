@@ -20,7 +20,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
-    from rich.table import Table
+    from rich.table import Column, Table
 except ImportError as error:
     raise ImportError(
         f"funzero.cli.report: expected the packages rich and matplotlib, found no {error.name!r}; "
@@ -38,40 +38,45 @@ def bits_per_byte(loss: float) -> float:
 class Progress:
     """A bar with step, loss, bits per byte, tokens/s, gradient norm and ETA; use as a context manager.
 
-    steps: total number of steps. Without a terminal it prints a line about every tenth of the run instead.
+    steps: total number of steps. start: how many of them an earlier run has done. Without a terminal it prints a line
+    about every tenth of the run instead.
     """
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    def __init__(self, steps: int, console: Console | None = None, start: int = 0) -> None:
         if steps < 1:
             raise ValueError(f"Progress: expected steps >= 1, found {steps}; pass the total number of steps")
-        self.steps = steps
+        self.steps, self.start = steps, start
         self.console = console if console is not None else Console()
-        self._shown = 0
+        self._shown = start * LINES_WITHOUT_TERMINAL // steps
+        self._first = True
         self._bar: Bar | None = None
 
     def __enter__(self) -> Progress:
-        self._start = time.perf_counter()
+        self._began = time.perf_counter()
         if self.console.is_terminal:
-            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Bar(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=self.console)
+            # The bar has what width the figures leave: the other way round, 80 columns cut the figures.
+            bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
+            figures = [TextColumn("{task.description}", table_column=Column(no_wrap=True)), TextColumn("ETA")]
+            eta = TimeRemainingColumn(compact=True)
+            self._bar = Bar(bar, MofNCompleteColumn(), *figures, eta, console=self.console, expand=True)
             self._bar.start()
-            self._task = self._bar.add_task("starting", total=self.steps)
+            self._task = self._bar.add_task("starting", total=self.steps, completed=self.start)
         return self
 
     def update(self, step: int, *, loss: float, tokens_per_s: float, grad_norm: float) -> None:
         """Show the state after `step` finished steps (1 to `steps`). loss: nats per byte."""
         text = (
-            f"loss {loss:.3f}  {bits_per_byte(loss):.3f} bits/byte  {tokens_per_s / 1e3:,.1f}k tokens/s"
-            f"  grad norm {grad_norm:.2f}"
+            f"loss {loss:.3f} {bits_per_byte(loss):.3f} bits/byte {tokens_per_s / 1e3:,.1f}k tokens/s "
+            f"grad norm {grad_norm:.2f}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
             return
         tenth = step * LINES_WITHOUT_TERMINAL // self.steps
-        if tenth > self._shown or self._shown == 0 or step == self.steps:
-            self._shown = max(tenth, 1)
-            remaining = (time.perf_counter() - self._start) / max(step, 1) * (self.steps - step)
-            line = f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}  ETA {_clock(remaining)}"
+        if tenth > self._shown or self._first or step == self.steps:
+            self._shown, self._first = tenth, False
+            remaining = (time.perf_counter() - self._began) / max(step - self.start, 1) * (self.steps - step)
+            line = f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}  ETA {clock(remaining)}"
             # A log file has no width: wrapped or styled lines could no longer be searched.
             self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
@@ -188,6 +193,7 @@ def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
         )  # fmt: skip
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """A duration as 1:05, or 1:00:05 from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 
 from funzero.core import tree as tree_lib
-from funzero.core.scope import scope
 from funzero.core.state import EMPTY_NODE, Metrics, StateSpecs, TrainState
 from funzero.data import EMPTY
 from funzero.executor import agree
+from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable
-from funzero.executor.materialize import GatherAll
 from funzero.executor.micro import MicroBatch, call_loss, cast_batch
 from funzero.executor.plan import Plan
 from funzero.executor.run import global_scalars
+from funzero.executor.session import Placement, Session
 from funzero.executor.window import Window
 from funzero.transforms.accumulate import mean_aux
 from funzero.transforms.grad import Takes, detached
+from funzero.transforms.losses import Loss
 from funzero.transforms.precision import Policy, checked
 from funzero.transforms.rng import fold_in, seeded
 
@@ -37,32 +38,33 @@ def make_eval(
     Returns: the function. Its batch is this rank's, or `fz.data.EMPTY`; loss and aux are means by weight over all
     ranks, and `grad_norm` is NaN.
     """
-    policy, takes = checked(precision), Takes.of(loss_fn)
-    plans: dict[StateSpecs, GatherAll] = {}
+    takes = Takes.of(loss_fn)
+    bounds: dict[StateSpecs, tuple[Placement, Program]] = {}
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
-        gather = _bound(state, specs, policy, plans)
-        plan = gather.plan
+        placement, program = _bind(state, specs, checked(precision), bounds, always_ask=False)
+        plan = placement.plan
         text = "" if batch is EMPTY else agree.describe_batch(batch)
         signature = zlib.crc32(tree_lib.show(plan.specs.params).encode())
         agree.agree(plan.mesh, agree.Header(agree.EVAL, batch is not EMPTY, text, signature))
+        key = fold_in(state.key, _EVAL_STREAM, plan.batch_index)
+
+        def run(params: Any) -> Loss:
+            with seeded(key, plan.mesh.device):
+                micro = MicroBatch(cast_batch(plan, batch), key, state.buffers)
+                return dataclasses.replace(detached(call_loss(loss_fn, takes, params, micro)), buffers=None)
+
         with plan.mesh.guard():
             window = _empty_window(plan, state)
-            leaves = gather(tree_lib.leaves(state.params))
-            if batch is not EMPTY:
-                key = fold_in(state.key, _EVAL_STREAM, plan.batch_index)
-                micro = MicroBatch(cast_batch(plan, batch), key, state.buffers)
-                with scope(), seeded(key, plan.mesh.device), torch.no_grad():
-                    params = tree_lib.unflatten(plan.specs.params.treedef, [x.detach() for x in leaves])
-                    window.add_loss(
-                        dataclasses.replace(detached(call_loss(loss_fn, takes, params, micro)), buffers=None)
-                    )
-            weight, loss, aux = global_scalars(plan, window)
+            loss = _forward(placement, program, state, None if batch is EMPTY else run)
+            if loss is not None:
+                window.add_loss(loss)
+            weight, total, aux = global_scalars(plan, window)
         return Metrics(
-            loss=loss / weight,
-            grad_norm=torch.full_like(loss, float("nan")),
+            loss=total / weight,
+            grad_norm=torch.full_like(total, float("nan")),
             weight=weight,
-            loss_scale=torch.ones((), device=loss.device),
+            loss_scale=torch.ones((), device=total.device),
             skipped=weight == 0,
             skipped_in_a_row=state.skips.clone(),
             step=state.step.clone(),
@@ -77,26 +79,39 @@ def _empty_window(plan: Plan, state: TrainState) -> Window:
     return Window([], [], zero, zero, EMPTY_NODE, 0, tree_lib.leaves(state.buffers))
 
 
-def _bound(
-    state: TrainState, specs: StateSpecs | None, policy: Policy, plans: dict[StateSpecs, GatherAll]
-) -> GatherAll:
+def _bind(
+    state: TrainState,
+    specs: StateSpecs | None,
+    policy: Policy,
+    bounds: dict[StateSpecs, tuple[Placement, Program]],
+    *,
+    always_ask: bool,
+) -> tuple[Placement, Program]:
     check_usable(state.step)
     if state.specs is None:
         raise ValueError("the state has no specs; make it with fz.init_state")
     if specs is not None and specs != state.specs:
         raise ValueError("the state's layout is not the one given as specs; fz.reshard the state")
-    if state.specs not in plans:
-        plans[state.specs] = GatherAll(Plan(state.specs, policy))
-    return plans[state.specs]
+    if state.specs not in bounds:
+        options = CacheOptions(budget=None, always_ask=always_ask)
+        bounds[state.specs] = Placement(Plan(state.specs, policy), options), Program()
+    return bounds[state.specs]
+
+
+def _forward(placement: Placement, program: Program, state: TrainState, fn: Callable[[Any], Any] | None) -> Any:
+    session = Session(placement, tree_lib.leaves(state.params), program)
+    try:
+        return session.forward(fn)
+    finally:
+        session.close()
 
 
 def call(fn: Callable[..., Any], state: TrainState, *inputs: Any, precision: Policy | None = None) -> Any:
-    """`fn(params, *inputs)` with the state's params whole, without gradient: a forward alone. A collective call.
+    """`fn(params, *inputs)` with the state's params, without gradient: a forward alone. A collective call.
 
     Args:
         fn: such as a function that generates; params are global (local pieces where a partition cuts them).
     """
-    gather = _bound(state, None, checked(precision), {})
-    with gather.plan.mesh.guard(), scope(), torch.no_grad():
-        leaves = [x.detach() for x in gather(tree_lib.leaves(state.params))]
-        return fn(tree_lib.unflatten(gather.plan.specs.params.treedef, leaves), *inputs)
+    placement, program = _bind(state, None, checked(precision), {}, always_ask=True)
+    with placement.plan.mesh.guard():
+        return _forward(placement, program, state, lambda params: fn(params, *inputs))

@@ -13,5 +13,7 @@ class StepOptions:
     max_norm: float | None
     reduction: str
     precision: Policy
+    gather_budget: int | None
+    leaf_use: str
     max_skips: int
     donate: bool

@@ -12,6 +12,7 @@ from funzero.core.collectives import travel_groups
 from funzero.core.mesh import Mesh
 from funzero.core.spec import Layout, Spec
 from funzero.core.state import Accumulator, StateSpecs
+from funzero.executor.plan import Plan
 
 
 def _wide(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -60,6 +61,37 @@ class ReducePlan:
 def reduce_plan(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> ReducePlan:
     """The plan for these layouts; kept, since a step asks for the same one each time."""
     return ReducePlan(src, dst)
+
+
+class SmallReductions:
+    """Reduces in every micro-batch the small gradients of a layout that cuts its accumulator, in one bundle.
+
+    Args:
+        large: the trained leaves that are reduced one by one elsewhere.
+    """
+
+    def __init__(self, plan: Plan, large: frozenset[int]):
+        accum = plan.specs.accum.layouts
+        self._chosen = [i for i, x in enumerate(accum) if x.is_flat and i not in large]
+        self._sources = tuple(plan.micro_grads[i] for i in self._chosen)
+        self._plan = ReducePlan(self._sources, tuple(accum[i] for i in self._chosen))
+
+    def run(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The same gradients, the small ones summed and cut; zeros stand for what this rank does not have."""
+        if not self._chosen:
+            return grads
+        out = list(grads)
+        filled = [or_zeros(grads[i], x) for i, x in zip(self._chosen, self._sources, strict=True)]
+        for i, x in zip(self._chosen, self._plan.run(filled), strict=True):
+            out[i] = x
+        return out
+
+
+def or_zeros(grad: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    """A gradient in the layout's dtype; zeros where there is none."""
+    if grad is None:
+        return torch.zeros(layout.local_shape, dtype=layout.dtype, device=layout.mesh.device)
+    return grad if grad.dtype == layout.dtype else grad.to(layout.dtype)
 
 
 def agree_used(used: torch.Tensor, mesh: Mesh) -> list[bool]:

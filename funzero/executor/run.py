@@ -9,18 +9,18 @@ import torch
 from funzero.core import collectives
 from funzero.core import tree as tree_lib
 from funzero.core.errors import SkipLimitError
-from funzero.core.spec import Layout
 from funzero.core.state import EMPTY_NODE, Metrics, StateSpecs, TrainState
 from funzero.data import EMPTY, split
 from funzero.executor import agree
+from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable, poison
 from funzero.executor.flat import FlatState
 from funzero.executor.init import check_trainable
-from funzero.executor.materialize import GatherAll
-from funzero.executor.micro import MicroBatch, cast_batch, differentiate
+from funzero.executor.micro import MicroBatch, cast_batch
 from funzero.executor.options import StepOptions
 from funzero.executor.plan import Plan
-from funzero.executor.reduce import agree_used, reduce_plan
+from funzero.executor.reduce import SmallReductions, agree_used
+from funzero.executor.session import Placement, Session
 from funzero.executor.update import Selection, clip, update_leaves
 from funzero.executor.window import Window, as_node, open_window
 from funzero.transforms.accumulate import mean_aux
@@ -35,8 +35,9 @@ class Bound:
     def __init__(self, specs: StateSpecs, tx: Transform, options: StepOptions):
         self.plan = Plan(specs, options.precision)
         self.tx = self.plan.resolved(tx)
-        self.gather = GatherAll(self.plan)
-        self.micro_reduction = reduce_plan(self.plan.micro_grads, specs.accum.layouts)
+        self.placement = Placement(self.plan, CacheOptions(options.gather_budget, options.leaf_use == "any"))
+        self.program = Program()
+        self.small = SmallReductions(self.plan, frozenset(self.placement.micro_routes))
         self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())
         self._selections: dict[tuple[int, ...], Selection] = {}
 
@@ -71,7 +72,7 @@ class Runner:
         with bound.plan.mesh.guard():
             flat = FlatState.open(state, bound.plan.specs)
             window = open_window(bound.plan, flat)
-            self._run(bound, flat, window, micros)
+            self._run(bound, flat, window, micros, closes=True)
             return self._finish(bound, flat, window)
 
     def accumulate(self, state: TrainState, batch: Any) -> TrainState:
@@ -139,34 +140,33 @@ class Runner:
             if isinstance(x, torch.Tensor) and x.device.type != device.type:
                 raise ValueError(f"batch/{path}: is on {x.device}, the mesh is on {device}; move it there with .to")
 
-    def _run(self, bound: Bound, flat: FlatState, window: Window, micros: list[Any]) -> None:
-        """Adds micro-batches to the window; a rank without data joins with zeros."""
+    def _run(self, bound: Bound, flat: FlatState, window: Window, micros: list[Any], closes: bool = False) -> None:
+        """Adds micro-batches to the window; a rank without data joins with zeros.
+
+        Args:
+            closes: the window ends with the last of them, so large gradients are reduced as they come.
+        """
         plan = bound.plan
-        leaves = bound.gather(flat.params)
-        for batch in micros:
-            grads: list[torch.Tensor | None] = [None] * len(plan.trained)
-            if batch is not None:
-                index = window.times * plan.batch_ranks + plan.batch_index
-                buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
-                micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
-                loss, grads = differentiate(plan, self._loss_fn, self._takes, leaves, micro)
-                window.add_loss(loss)
-                window.used = [a or g is not None for a, g in zip(window.used, grads, strict=True)]
-            if plan.every_micro_batch:
-                pairs = zip(grads, plan.micro_grads, strict=True)
-                grads = list(bound.micro_reduction.run([_or_zeros(g, y) for g, y in pairs]))
-            window.add_grads(grads, plan)
-            window.times += 1
+        session = Session(bound.placement, flat.params, bound.program)
+        try:
+            for i, batch in enumerate(micros):
+                micro = None
+                if batch is not None:
+                    index = window.times * plan.batch_ranks + plan.batch_index
+                    buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
+                    micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
+                add = window.held(bound.placement) if closes and i == len(micros) - 1 else None
+                done = session.differentiate(self._loss_fn, self._takes, micro, add)
+                window.add(done, bound.placement, bound.small)
+        finally:
+            session.close()
 
     def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options
         used = agree_used(torch.tensor(window.used, dtype=torch.uint8), plan.mesh)
         weight, loss, aux = global_scalars(plan, window)
         selection = bound.selection(used)
-        layouts = plan.specs.accum.layouts
-        sums = [_or_zeros(window.sums[i], layouts[i]) for i in selection.chosen]
-        window.sums = []
-        grads, norm, bad = clip(selection, selection.reduction.run(sums), weight, options)
+        grads, norm, bad = clip(selection, selection.reduce(window), weight, options)
         skip = ~torch.isfinite(norm) | ~torch.isfinite(loss) | (weight == 0)
         on_host = plan.mesh.device.type == "cpu"
         if on_host and bool(skip):
@@ -195,12 +195,6 @@ class Runner:
             aux=mean_aux(aux, weight),
         )
         return flat.close(options.donate), metrics
-
-
-def _or_zeros(grad: torch.Tensor | None, layout: Layout) -> torch.Tensor:
-    if grad is None:
-        return torch.zeros(layout.local_shape, dtype=layout.dtype, device=layout.mesh.device)
-    return grad if grad.dtype == layout.dtype else grad.to(layout.dtype)
 
 
 def global_scalars(plan: Plan, window: Window) -> tuple[torch.Tensor, torch.Tensor, Any]:

@@ -15,7 +15,8 @@ from funzero.executor.flat import FlatState
 from funzero.executor.options import StepOptions
 from funzero.executor.pieces import PartCaller
 from funzero.executor.plan import Plan
-from funzero.executor.reduce import ReducePlan
+from funzero.executor.reduce import ReducePlan, or_zeros
+from funzero.executor.window import Window
 from funzero.transforms.base import Transform
 from funzero.transforms.norm import NormPlan, clip_factor
 
@@ -37,10 +38,21 @@ class Selection:
         """Layouts of the finalised gradients."""
         return tuple(self.plan.specs.grads.layouts[i] for i in self.chosen)
 
+    def reduce(self, window: Window) -> list[torch.Tensor]:
+        """The window's sums of the chosen leaves, summed over ranks as finalised gradients are; takes them out of it."""
+        left = tuple(i for i in self.chosen if i not in window.final)
+        if left not in self._reductions:
+            accum, grads = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts
+            self._reductions[left] = ReducePlan(tuple(accum[i] for i in left), tuple(grads[i] for i in left))
+        sums = [or_zeros(window.sums[i], self.plan.specs.accum.layouts[i]) for i in left]
+        window.sums = []
+        found = window.final | dict(zip(left, self._reductions[left].run(sums), strict=True))
+        window.final = {}
+        return [found[i] for i in self.chosen]
+
     @functools.cached_property
-    def reduction(self) -> ReducePlan:
-        """From the accumulator's layout to that of finalised gradients."""
-        return ReducePlan(tuple(self.plan.specs.accum.layouts[i] for i in self.chosen), self.layouts)
+    def _reductions(self) -> dict[tuple[int, ...], ReducePlan]:
+        return {}
 
     @functools.cached_property
     def norm(self) -> NormPlan:

@@ -10,13 +10,19 @@ from funzero.core.state import EMPTY_NODE, Accumulator
 from funzero.executor.donate import private
 from funzero.executor.flat import FlatState
 from funzero.executor.plan import Plan
+from funzero.executor.reduce import SmallReductions
+from funzero.executor.session import Differentiated, Placement
 from funzero.transforms.accumulate import weigh_aux
 from funzero.transforms.losses import Loss
 
 
 @dataclasses.dataclass
 class Window:
-    """The sums of an `Accumulator` as lists, in the order of `specs.grads`; None where nothing came yet."""
+    """The sums of an `Accumulator` as lists, in the order of `specs.grads`; None where nothing came yet.
+
+    Attributes:
+        final: sums of the whole window that are already reduced to the layout of `specs.grads`, by trained leaf.
+    """
 
     sums: list[torch.Tensor | None]
     used: list[bool]
@@ -25,14 +31,29 @@ class Window:
     aux: Any
     times: int
     buffers: list[torch.Tensor]
+    final: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
-    def add_grads(self, grads: list[torch.Tensor | None], plan: Plan) -> None:
-        """Adds gradients, in the accumulator's layout; they may be kept."""
-        for i, (g, layout) in enumerate(zip(grads, plan.specs.accum.layouts, strict=True)):
+    def held(self, placement: Placement) -> dict[int, torch.Tensor]:
+        """The sums so far of the leaves that are reduced with the last micro-batch of the window."""
+        return {i: x for i, x in enumerate(self.sums) if x is not None and i in placement.window_routes}
+
+    def add(self, done: Differentiated, placement: Placement, small: SmallReductions) -> None:
+        """Adds what a micro-batch gave, reducing what this layout reduces every time."""
+        grads = small.run(done.grads)
+        for i, x in done.reduced.items():
+            if i in placement.micro_routes:
+                grads[i] = x
+            else:
+                self.final[i] = x
+        for i, (g, layout) in enumerate(zip(grads, placement.plan.specs.accum.layouts, strict=True)):
             if g is not None:
                 held = self.sums[i]
                 g = g if g.dtype == layout.dtype else g.to(layout.dtype)
                 self.sums[i] = g if held is None else held.add(g)
+        self.used = [a or b for a, b in zip(self.used, done.used, strict=True)]
+        self.times += 1
+        if done.loss is not None:
+            self.add_loss(done.loss)
 
     def add_loss(self, loss: Loss) -> None:
         """Adds what else a micro-batch brings."""

@@ -1,5 +1,7 @@
 """Kind 1: accumulation and the normalisation of the loss."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ from tests.ranks import pool
 
 # BR01: micro-batches of tokens; A has one token 4, B three tokens 0, M none.
 TOKENS = {"A": ([4.0, 0.0, 0.0], [1, 0, 0]), "B": ([0.0, 0.0, 0.0], [1, 1, 1]), "M": ([9.0, 9.0, 9.0], [0, 0, 0])}
-WINDOWS = ("AB", "BA", "ABM", "AMB", "MAB", "AMBM", "MMAB", "BMMA")
+WINDOWS = ("AB", "BA", "AMB", "MAB", "AMBM", "BMMA")
 
 
 def token_loss(params, batch):
@@ -40,9 +42,9 @@ def tokens(order):
 def br01_cells(rank, world):
     mesh, found = fz.make_mesh(dp=-1), {}
     for stage in STAGES:
-        for shape in ((), (5,)):
+        for shape, orders in (((), WINDOWS), ((5,), ("BA", "AMBM"))):
             params = {"w": torch.zeros(shape, dtype=torch.float64)}
-            for order in WINDOWS:
+            for order in orders:
                 state, step = launch(params, fz.sgd(0.1), token_loss, mesh, stage)
                 state, metrics = window(step, state, tokens(order), mesh)
                 found[f"{stage} {list(shape)} {order} by calls"] = (params_of(state)["w"], metrics)
@@ -164,14 +166,14 @@ def br03_cells(rank, world):
                 for _ in range(2):
                     state, metrics = step(state, fz.data.local(batch, mesh, k))
                     losses.append(metrics.loss), norms.append(metrics.grad_norm), seen.append(params_of(state)["w"])
-                found[f"stage {stage} {loss_fn.__name__} k={k}"] = (reduction, losses, norms, seen)
+                found[f"stage {stage} {loss_fn.__name__} k={k}"] = (losses, norms, seen)
     return found
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_br03_gradient_and_loss_do_not_depend_on_the_number_of_micro_batches(world):
-    for cell, (reduction, losses, norms, seen) in one_for_all(pool(world).run(br03_cells)).items():
-        g, loss = (6.0, 44.0) if reduction == "sum" else (0.75, 5.5)
+    for cell, (losses, norms, seen) in one_for_all(pool(world).run(br03_cells)).items():
+        g, loss = (6.0, 44.0) if "sum_loss" in cell else (0.75, 5.5)
         norm = torch.tensor(3 * g**2, dtype=torch.float64).sqrt()
         assert losses[0] == loss, f"{cell}: loss {losses[0]}"
         assert torch.equal(norms[0], norm) and torch.equal(norms[1], norm), f"{cell}: norms {norms}, right {norm}"
@@ -204,21 +206,19 @@ def br05_cells(rank, world):
     deals["last rank most"] = [2.0, 3.0, 4.0] if rank == world - 1 else [1.0] if rank == 0 else []
     if world == 1:
         deals = {"in turn": [1.0, 2.0, 3.0, 4.0], "backwards": [4.0, 3.0, 2.0, 1.0]}
-    for stage in STAGES:
-        for dtype in (torch.float64, torch.float32):
-            for shape in ((), (1,), (5, 3)):
-                for dealt, mine in deals.items():
-                    for donate in (True, False):
-                        params = {"w": torch.zeros(shape, dtype=dtype)}
-                        options = {"reduction": "sum", "donate": donate}
-                        state, step = launch(params, fz.sgd(1.0), linear, mesh, stage, step=options)
-                        seen = []
-                        for _ in range(2):
-                            for g in mine:
-                                state = step.accumulate(state, rows(w=torch.full(shape, g, dtype=dtype)))
-                            state, metrics = step.update(state)
-                            seen += [params_of(state)["w"], metrics.grad_norm]
-                        found[f"stage {stage} {dtype} {list(shape)} {dealt} donate={donate}"] = seen
+    kinds = ((torch.float64, (), True), (torch.float32, (5, 3), True), (torch.float64, (1,), False))
+    for stage, (dtype, shape, donate) in itertools.product(STAGES, kinds):
+        for dealt, mine in deals.items():
+            params = {"w": torch.zeros(shape, dtype=dtype)}
+            options = {"reduction": "sum", "donate": donate}
+            state, step = launch(params, fz.sgd(1.0), linear, mesh, stage, step=options)
+            seen = []
+            for _ in range(2):
+                for g in mine:
+                    state = step.accumulate(state, rows(w=torch.full(shape, g, dtype=dtype)))
+                state, metrics = step.update(state)
+                seen += [params_of(state)["w"], metrics.grad_norm]
+            found[f"stage {stage} {dtype} {list(shape)} {dealt} donate={donate}"] = seen
     return found
 
 
@@ -259,10 +259,9 @@ def br06_cells(rank, world):
         meshes[f"replicate 2 x {world // 2}"] = (fz.make_mesh(replicate=2, dp=-1), "replicate")
     for name, (mesh, replicate) in meshes.items():
         for stage in STAGES:
-            for order in ("large first", "large inside"):
-                for dtype in (torch.float32, torch.bfloat16):
-                    cell = f"{name} stage {stage} {order} {dtype}"
-                    found[cell] = br06_run(mesh, stage, order, dtype, replicate=replicate)
+            for order, dtype in (("large first", torch.float32), ("large inside", torch.bfloat16)):
+                cell = f"{name} stage {stage} {order} {dtype}"
+                found[cell] = br06_run(mesh, stage, order, dtype, replicate=replicate)
     return found
 
 

@@ -1,0 +1,82 @@
+"""Lazy leaves of one micro-batch: stand-ins and anchors on top of the gather cache."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from funzero.core.spec import Layout
+from funzero.executor.anchors import Anchor, Attach, memoryless, new_source
+from funzero.executor.cache import GatherCache
+from funzero.executor.standin import Born, StandIn, bare
+
+
+class LazyLeaves:
+    """The stand-ins of one micro-batch.
+
+    Data in the cache are kept apart from what autograd tracks: a tracked tensor is a child of the leaf's anchor, made
+    anew when its data were evicted. Saved tensors that are gathered data are packed as (leaf, view) and asked for again
+    in the backward.
+    """
+
+    def __init__(self, cache: GatherCache, layouts: dict[int, Layout]):
+        self._cache, self._layouts = cache, layouts
+        self._anchors: dict[int, torch.Tensor] = {}
+        self._tracked: dict[int, torch.Tensor] = {}
+        cache.on_drop = lambda leaf: self._tracked.pop(leaf, None)
+
+    def stand_in(
+        self, leaf: int, on_grad: Callable[[torch.Tensor], None] | None
+    ) -> tuple[StandIn, torch.Tensor | None]:
+        """What the loss function sees, and the source to differentiate with respect to (None if it does not train)."""
+        layout = self._layouts[leaf]
+        shape, dtype, device = layout.piece_shape, layout.dtype, layout.mesh.device
+        source = None
+        if on_grad is None:
+            made: Any = bare(shape, dtype, device)
+            made.anchor = None
+        else:
+            source = new_source(device, dtype)
+            anchor = self._anchors[leaf] = Anchor.apply(source, memoryless(shape, dtype, device), on_grad)
+            made = Born.apply(anchor)
+            made.anchor = anchor
+        made.path, made.fetch = layout.path, functools.partial(self._fetch, leaf)
+        return made, source
+
+    def _fetch(self, leaf: int) -> torch.Tensor:
+        raw = self._cache.get(leaf)
+        anchor = self._anchors.get(leaf)
+        if anchor is None or not torch.is_grad_enabled():
+            return raw.detach()
+        tracked = self._tracked.get(leaf)
+        if tracked is None:
+            tracked = self._tracked[leaf] = Attach.apply(anchor, raw)
+        return tracked
+
+    @contextlib.contextmanager
+    def saved_by_name(self) -> Iterator[None]:
+        """Within the block, gathered data that autograd saves are saved by name."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, StandIn):
+            return tensor
+        leaf = self._cache.leaf_of_storage.get(tensor.untyped_storage().data_ptr())
+        if leaf is None or tensor.dtype != self._layouts[leaf].dtype:
+            return tensor
+        return leaf, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        leaf, *view = packed
+        with torch.no_grad():
+            return self._cache.get(leaf).as_strided(*view)
+
+    def close(self) -> None:
+        """Lets go of the graph."""
+        self._anchors.clear()
+        self._tracked.clear()

@@ -1,0 +1,253 @@
+"""The params of one call of a step: what is whole from the start, what is lazy, and where gradients go."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funzero.core import tree as tree_lib
+from funzero.core.collectives import BUNDLE_BYTES, Group, travel_groups
+from funzero.core.scope import scope
+from funzero.core.spec import Layout
+from funzero.executor.anchors import Anchor, new_source
+from funzero.executor.cache import FINISHED, CacheOptions, GatherCache, Program
+from funzero.executor.lazy import LazyLeaves
+from funzero.executor.micro import MicroBatch, call_loss
+from funzero.executor.plan import Plan
+from funzero.executor.reductions import ReduceQueue
+from funzero.transforms.grad import Takes, gradients
+from funzero.transforms.losses import Loss
+from funzero.transforms.rng import seeded
+
+RESERVE = 4  # one part in so many of the gather budget is kept for pending reductions
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which params are lazy, and how each is made whole; worked out once for each layout."""
+
+    plan: Plan
+    options: CacheOptions
+
+    @functools.cached_property
+    def layouts(self) -> list[Layout]:
+        """Layouts of all params in the compute dtype."""
+        pairs = zip(self.plan.specs.params.layouts, self.plan.compute_dtypes, strict=True)
+        return [dataclasses.replace(x, dtype=d) for x, d in pairs]
+
+    @functools.cached_property
+    def lazy(self) -> dict[int, Layout]:
+        """The params that are gathered on use: cut, and too large to travel in a bundle."""
+        return {i: x for i, x in enumerate(self.layouts) if x.is_flat and x.n * x.dtype.itemsize >= BUNDLE_BYTES}
+
+    @functools.cached_property
+    def _head(self) -> list[Group]:
+        return travel_groups([x if x.is_flat and i not in self.lazy else None for i, x in enumerate(self.layouts)])
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """True if every param is handed to the loss function as it is."""
+        kept = self.plan.specs.params.layouts
+        return not self.lazy and all(
+            a.dtype == b.dtype and not a.is_flat for a, b in zip(kept, self.layouts, strict=True)
+        )
+
+    def head(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole pieces in the compute dtype of what is not lazy; lazy params as they are."""
+        if self._plain:
+            return params
+        out = [
+            x if i in self.lazy or x.dtype == y.dtype else x.to(y.dtype)
+            for i, (x, y) in enumerate(zip(params, self.layouts, strict=True))
+        ]
+        for group in self._head:
+            group.gather(out)
+        return out
+
+    @functools.cached_property
+    def cache_options(self) -> CacheOptions:
+        """The cache's share of the budget."""
+        budget = self.options.budget
+        return dataclasses.replace(self.options, budget=None if budget is None else budget - budget // RESERVE)
+
+    @functools.cached_property
+    def micro_routes(self) -> dict[int, tuple[Layout, bool]]:
+        """Large gradients that are reduced in every micro-batch, by trained leaf."""
+        accum = self.plan.specs.accum.layouts
+        return {i: (x, False) for i, x in enumerate(accum) if x.is_flat and _large(x)}
+
+    @functools.cached_property
+    def window_routes(self) -> dict[int, tuple[Layout, bool]]:
+        """Large gradients that are reduced once a window, by trained leaf: as soon as its last micro-batch has them."""
+        routes = {}
+        for i, (a, g) in enumerate(zip(self.plan.specs.accum.layouts, self.plan.specs.grads.layouts, strict=True)):
+            open_axes = tuple(x for x in a.spec.unreduced if a.mesh.axis_size(x) > 1)
+            if a.is_flat or not open_axes or not _large(a):
+                continue
+            if g.is_flat and set(open_axes) == {x for x in g.spec.flat if g.mesh.axis_size(x) > 1}:
+                routes[i] = (g, False)
+            elif not g.is_flat:
+                routes[i] = (a.with_spec(flat=open_axes, unreduced=()), True)
+        return routes
+
+
+def _large(layout: Layout) -> bool:
+    return layout.n * layout.dtype.itemsize >= BUNDLE_BYTES
+
+
+class Session:
+    """The params of one call, from their gathering to the last reduction."""
+
+    def __init__(self, placement: Placement, params: list[torch.Tensor], program: Program):
+        self._placement, self._program = placement, program
+        self.plan = placement.plan
+        self._leaves = placement.head(params)
+        self._queue: ReduceQueue | None = None
+        self._cache: GatherCache | None = None
+        if placement.lazy:
+            shards = {i: params[i] for i in placement.lazy}
+            mesh, options = self.plan.mesh, placement.cache_options
+            self._cache = GatherCache(mesh, placement.lazy, shards, options, program, self._round)
+
+    def _round(self, want: int) -> list[int]:
+        """One round of agreement while recording: who needs which leaf, and whose gradients are ready."""
+        flags = self._queue.ready_flags() if self._queue else []
+        rows = self.plan.mesh.control().gather_host(torch.tensor([want, *flags])).tolist()
+        if self._queue:
+            self._queue.on_round([r[1:] for r in rows], [r[0] == FINISHED for r in rows])
+        return [r[0] for r in rows]
+
+    def differentiate(
+        self, loss_fn: Callable[..., Any], takes: Takes, micro: MicroBatch | None, add: dict[int, torch.Tensor] | None
+    ) -> "Differentiated":
+        """Loss and gradients of one micro-batch (None: this rank has none, and joins the others).
+
+        Args:
+            add: None while the window goes on; in its last micro-batch the sums so far, by trained leaf, to add before
+                the reduction.
+        """
+        plan, placement = self.plan, self._placement
+        routes = placement.micro_routes if add is None else placement.micro_routes | placement.window_routes
+        budget = placement.options.budget
+        self._queue = ReduceQueue(routes, self._program, budget and budget // RESERVE) if routes else None
+        done = Differentiated(None, [None] * len(plan.trained), [False] * len(plan.trained), {})
+        if micro is not None:
+            self._run(loss_fn, takes, micro, add or {}, done)
+        if self._queue is not None:
+            for k in self._queue.missing():  # no gradient now, but there may be one from earlier in the window
+                if add and k in add:
+                    self._queue.put(k, add[k])
+        if self._cache is not None:
+            self._cache.finish()
+        if self._queue is not None:
+            self._finish_queue(self._queue, done)
+        return done
+
+    def forward(self, fn: Callable[[Any], Any] | None) -> Any:
+        """`fn(params)` without gradient; None: this rank has nothing to run, and joins the others."""
+        out = None
+        if fn is not None:
+            lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
+            with scope(), torch.no_grad():
+                held, _ = self._inputs(lazy, {}, None)
+                out = fn(tree_lib.unflatten(self.plan.specs.params.treedef, held))
+        if self._cache is not None:
+            self._cache.finish()
+        return out
+
+    def _run(
+        self,
+        loss_fn: Callable[..., Any],
+        takes: Takes,
+        micro: MicroBatch,
+        add: dict[int, torch.Tensor],
+        done: "Differentiated",
+    ) -> None:
+        plan = self.plan
+        versions = [x._version for x in self._leaves]
+        lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
+        place = {i: k for k, i in enumerate(plan.trained)}
+
+        def on_grad(k: int, grad: torch.Tensor) -> None:
+            done.used[k] = True
+            self._queue.put(k, grad if k not in add else add[k] + grad)  # type: ignore[union-attr]
+
+        with scope() as opened, seeded(micro.key, plan.mesh.device), torch.enable_grad():
+            held, wanted = self._inputs(lazy, place, on_grad)
+            params = tree_lib.unflatten(plan.specs.params.treedef, held)
+            if lazy is None:
+                loss = call_loss(loss_fn, takes, params, micro)
+            else:
+                with lazy.saved_by_name():
+                    loss = call_loss(loss_fn, takes, params, micro)
+            opened.in_backward = True
+            grads = gradients(loss.total, list(wanted.values()))
+        if lazy is not None:
+            lazy.close()
+        if [x._version for x in self._leaves] != versions:
+            changed = next(i for i, (x, v) in enumerate(zip(self._leaves, versions, strict=True)) if x._version != v)
+            path = plan.specs.params.layouts[changed].path
+            raise RuntimeError(f"{path}: loss_fn wrote to this param in place; params are constants, return new values")
+        done.loss = loss
+        for k, grad in zip(wanted, grads, strict=True):
+            if self._queue is None or not self._queue.takes(k):
+                done.grads[k], done.used[k] = grad, grad is not None
+
+    def _inputs(
+        self, lazy: LazyLeaves | None, place: dict[int, int], on_grad: Any
+    ) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """What the loss function sees, and what to differentiate with respect to, by trained leaf."""
+        held: list[Any] = []
+        wanted: dict[int, torch.Tensor] = {}
+        for i, x in enumerate(self._leaves):
+            k, made = place.get(i), x
+            if lazy is not None and i in self._placement.lazy:
+                made, source = lazy.stand_in(i, None if k is None else functools.partial(on_grad, k))
+                if k is not None and source is not None:
+                    wanted[k] = source
+            elif k is None:
+                made = x.detach()
+            elif self._queue is not None and self._queue.takes(k):
+                wanted[k] = new_source(x.device, x.dtype)
+                made = Anchor.apply(wanted[k], x, functools.partial(on_grad, k))
+            else:
+                made = wanted[k] = x.detach().requires_grad_()
+            held.append(made)
+        return held, wanted
+
+    def _finish_queue(self, queue: ReduceQueue, done: "Differentiated") -> None:
+        queue.finish(() if queue.agreed else self._agreed_order(queue))
+        if self._placement.options.always_ask:
+            self._program.reductions = {}
+        done.reduced = queue.results
+        self._queue = None
+
+    def _agreed_order(self, queue: ReduceQueue) -> list[int]:
+        """The order of what is left: as the gradients came on the first rank that has any, then on the others."""
+        left = queue.waiting()
+        row = torch.full((len(queue.routes),), -1)
+        row[: len(left)] = torch.tensor(left, dtype=torch.int64)
+        rows = self.plan.mesh.control().gather_host(row).view(-1).tolist()
+        return list(dict.fromkeys([*(k for k in rows if k >= 0), *queue.routes]))
+
+    def close(self) -> None:
+        """Drops what was gathered."""
+        if self._cache is not None:
+            self._cache.clear()
+
+
+@dataclasses.dataclass
+class Differentiated:
+    """What a micro-batch gave, by trained leaf.
+
+    Attributes:
+        grads: whole, not yet summed over ranks; None where there is none. used: whether a gradient came on this rank.
+        reduced: sums over ranks of the large ones, cut as their route says.
+    """
+
+    loss: Loss | None
+    grads: list[torch.Tensor | None]
+    used: list[bool]
+    reduced: dict[int, torch.Tensor]

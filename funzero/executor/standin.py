@@ -1,0 +1,169 @@
+"""Stand-ins: what a loss function sees in place of a cut leaf. They know their shape, and become data on first use."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from funzero import _compat
+
+_PROPERTIES = (
+    "shape",
+    "dtype",
+    "ndim",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "is_sparse",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_quantized",
+    "names",
+    "itemsize",
+    "nbytes",
+    "is_nested",
+    "is_mkldnn",
+    "is_xpu",
+    "is_mps",
+    "grad",
+    "grad_fn",
+    "output_nr",
+    "_version",
+)
+_METHODS = (
+    "dim",
+    "size",
+    "stride",
+    "numel",
+    "is_contiguous",
+    "is_floating_point",
+    "is_complex",
+    "nelement",
+    "element_size",
+    "__len__",
+    "get_device",
+    "storage_offset",
+    "is_signed",
+    "type",
+    "ndimension",
+    "is_inference",
+)
+
+
+def _facts() -> set[Any]:
+    """Getters that a stand-in answers without data."""
+    slots = [getattr(torch.Tensor, n, None) for n in _PROPERTIES]
+    methods = [getattr(torch.Tensor, n) for n in _METHODS if hasattr(torch.Tensor, n)]
+    return {s.__get__ for s in slots if s is not None} | {*methods, torch.is_floating_point, torch.is_complex}
+
+
+_FACTS = _facts()
+_OF_ANCHOR = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
+_NAMED = {"__setitem__", "__set__", "set_", "resize_", "resize_as_"}
+
+
+class StandIn(torch.Tensor):
+    """A leaf without data.
+
+    Attributes:
+        path: for messages. fetch: gives the data, tracked by autograd where gradients are on. anchor: see
+            [Note: one anchor per leaf]; None for a leaf that does not train.
+    """
+
+    path: str
+    fetch: Callable[[], torch.Tensor]
+    anchor: torch.Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.__repr__:
+            return f"StandIn({args[0].path}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
+        _refuse(func, args, kwargs)
+        pick = _anchor_of if func in _OF_ANCHOR else _data_of
+        return func(*_replace(args, pick), **{k: _replace(v, pick) for k, v in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Ops that reach the stand-in below the Python layer, such as from a user's autograd.Function."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        return func(*_replace(args, _raw_of), **{k: _replace(v, _raw_of) for k, v in (kwargs or {}).items()})
+
+
+def _refuse(func: Any, args: Any, kwargs: Any) -> None:
+    """In-place writes and function transforms, by the name of the leaf."""
+    if _compat.inside_functorch():
+        path = next(x.path for x in _flat((*args, *kwargs.values())) if isinstance(x, StandIn))
+        raise RuntimeError(
+            f"{path}: torch.func within a loss cannot see through a cut leaf; take torch.autograd.grad, "
+            "or keep the leaf whole with persist_below or stage <= 2"
+        )
+    name = getattr(func, "__name__", "")
+    written = kwargs.get("out")
+    if args and (name in _NAMED or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")):
+        written = args[0]
+    if isinstance(written, StandIn) and name != "requires_grad_":
+        raise RuntimeError(
+            f"{written.path}: loss_fn writes to this param in place ({name}); params are constants, return new values"
+        )
+
+
+def _flat(values: Any) -> Any:
+    for x in values:
+        if isinstance(x, list | tuple):
+            yield from _flat(x)
+        else:
+            yield x
+
+
+def _replace(value: Any, pick: Callable[["StandIn"], Any]) -> Any:
+    if isinstance(value, StandIn):
+        return pick(value)
+    if isinstance(value, tuple):
+        made = [_replace(x, pick) for x in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
+    if isinstance(value, list):
+        return [_replace(x, pick) for x in value]
+    if isinstance(value, dict):
+        return {k: _replace(v, pick) for k, v in value.items()}
+    return value
+
+
+def _data_of(leaf: StandIn) -> torch.Tensor:
+    return leaf.fetch()
+
+
+def _raw_of(leaf: StandIn) -> torch.Tensor:
+    with torch.no_grad():
+        return leaf.fetch()
+
+
+def _anchor_of(leaf: StandIn) -> torch.Tensor:
+    return leaf.fetch() if leaf.anchor is None else leaf.anchor
+
+
+def bare(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> StandIn:
+    """A stand-in without a graph."""
+    return torch.Tensor._make_wrapper_subclass(StandIn, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+
+class Born(torch.autograd.Function):
+    """anchor -> its stand-in, with the identity as gradient: for uses that go below the Python layer."""
+
+    @staticmethod
+    def forward(anchor: torch.Tensor) -> torch.Tensor:
+        return bare(tuple(anchor.shape), anchor.dtype, anchor.device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad
