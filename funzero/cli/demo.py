@@ -43,11 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and not run_folder.checkpoints(out):
         raise ValueError(f"--resume: there is no checkpoint in {out}; start without --resume, or name a run by --out")
     with run_folder.locked(out):
-        try:
-            return _run(out, args)
-        except KeyboardInterrupt:
-            print("\nstopped")
-            return INTERRUPTED
+        return _run(out, args)
 
 
 def _run(out: Path, args: argparse.Namespace) -> int:
@@ -73,7 +69,7 @@ def _run(out: Path, args: argparse.Namespace) -> int:
     source = f"Python {platform.python_version()}'s own standard library" if root == stdlib else str(root)
     print(
         f"Training a byte-level GPT ({_count(example, config):,} parameters) on the source of {source} "
-        f"({len(corpus.train) / 1e6:.1f} MB): {f'steps {start} to ' if start else ''}{config['steps']} steps, "
+        f"({len(corpus.train) / 1e6:.1f} MB): {config['steps']} steps{f' ({start} are done)' if start else ''}, "
         f"{ranks} {'ranks' if ranks > 1 else 'rank'} at ZeRO stage {config['stage']}, on the {kind}",
         flush=True,
     )
@@ -117,7 +113,7 @@ def _launch(out: Path, config: dict[str, Any], corpus: Corpus, ranks: int) -> in
     result = run_folder.read_json(out / run_folder.RESULT)
     if result:
         return _report(out, config, result, levels)
-    if process.returncode and not asked:
+    if process.returncode and not quits:
         lines = (out / run_folder.LOG).read_text().splitlines()
         print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
         print(f"funzero: a rank failed; all that the ranks said is in {out / run_folder.LOG}", file=sys.stderr)
@@ -230,8 +226,8 @@ def _report(out: Path, config: dict[str, Any], result: dict[str, Any], levels: F
     title = f"Byte-level GPT on Python's standard library, {steps} steps"
     loss_curve(out / run_folder.METRICS, out / run_folder.CURVE, title, bits)
     print(
-        f"{result['heldout_bits']:.3f} bits per byte on {result['heldout_bytes']:,} held-out bytes; trained in "
-        f"{clock(result['train_s'])}, scored in {clock(result['score_s'])}"
+        f"{result['heldout_bits']:.3f} bits per byte on {result['heldout_bytes']:,} held-out bytes; trained "
+        f"{result['trained_steps']} steps in {clock(result['train_s'])}, scored in {clock(result['score_s'])}"
     )
     console.print(verdict_table(result["heldout_bits"], bits, name="this GPT"))
     print(f"What it writes:\n\n{result['sample']}\n")

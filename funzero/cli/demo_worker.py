@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -96,7 +95,7 @@ def _run(run: Run, example: ModuleType) -> None:
     resume = next(reversed(run_folder.checkpoints(run.out)), None)
     given = {"steps": config["steps"], "seed": config["seed"]}
     loss_fn, step, state = example.setup(mesh, model, stage=config["stage"], resume=resume, **given)
-    began = time.perf_counter()
+    start, began = int(state.step), time.perf_counter()
     state, stopped = train(run, state, example.train(mesh, step, state, corpus.train, **given))
     if stopped:
         return
@@ -111,7 +110,8 @@ def _run(run: Run, example: ModuleType) -> None:
         with (run.out / run_folder.METRICS).open("a") as file:
             file.write(json.dumps({"step": config["steps"], "heldout_bits": bits}) + "\n")
         seconds = {"train_s": trained - began, "score_s": scored - trained}
-        result = {"heldout_bits": bits, "heldout_bytes": len(corpus.heldout), **seconds, "sample": text}
+        counts = {"heldout_bytes": len(corpus.heldout), "trained_steps": config["steps"] - start}
+        result = {"heldout_bits": bits, **counts, **seconds, "sample": text}
         run_folder.write_json(run.out / run_folder.RESULT, result)
 
 
@@ -209,4 +209,4 @@ def write_sample(params: Any, run: Run, model: torch.nn.Module, context: int) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

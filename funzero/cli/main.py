@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 NEEDED = ("rich", "matplotlib")
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a command that a signal ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,12 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         return _refuse(f"the command line needs {' and '.join(missing)}; run `pip install funzero[cli]`")
-    # Named at the top, its imports would fail with a traceback where the packages above are missing.
-    command = importlib.import_module(f"funzero.cli.{args.command}")
     try:
-        return command.run(args)
+        # Named at the top, its imports would fail with a traceback where the packages above are missing.
+        return importlib.import_module(f"funzero.cli.{args.command}").run(args)
     except (ValueError, OSError) as error:
         return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("\nStopped")
+        return INTERRUPTED
 
 
 def _refuse(text: str) -> int:

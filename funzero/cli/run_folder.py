@@ -101,7 +101,10 @@ def forget_after(out: Path, step: int) -> None:
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Holds the folder for one run; raises ValueError if another has it."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--out: {out} is, or is below, a file; give a folder") from None
     with (out / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

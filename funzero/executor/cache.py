@@ -109,13 +109,11 @@ class GatherCache:
                 )
             self._issue(gathers[self._position])
         found = self._land(leaf)
-        for _ in range(AHEAD):
-            if self._position == len(gathers) or not gathers[self._position].early:
+        for ahead in gathers[self._position : self._position + AHEAD]:
+            # An entry that evicts may go out only while the entry right before it is in use: `early` says no more.
+            if ahead.evict and not (ahead.early and gathers[self._position - 1].leaf == leaf):
                 break
-            ahead = gathers[self._position]
             self._issue(ahead)
-            if ahead.evict:
-                break
         return found
 
     def _issue(self, entry: Gather) -> None:

@@ -17,7 +17,7 @@ from funzero.executor.lazy import LazyLeaves
 from funzero.executor.micro import MicroBatch, call_loss
 from funzero.executor.plan import Plan
 from funzero.executor.reductions import ReduceQueue
-from funzero.transforms.grad import Takes, gradients
+from funzero.transforms.grad import Takes, detached, gradients
 from funzero.transforms.losses import Loss
 from funzero.transforms.rng import seeded
 
@@ -190,7 +190,7 @@ class Session:
             changed = next(i for i, (x, v) in enumerate(zip(self._leaves, versions, strict=True)) if x._version != v)
             path = plan.specs.params.layouts[changed].path
             raise RuntimeError(f"{path}: loss_fn wrote to this param in place; params are constants, return new values")
-        done.loss = loss
+        done.loss = detached(loss)  # with its graph it would keep alive what the anchors of the graph refer to
         for k, grad in zip(wanted, grads, strict=True):
             if self._queue is None or not self._queue.takes(k):
                 done.grads[k], done.used[k] = grad, grad is not None

@@ -21,7 +21,7 @@ from funzero.cli.demo_worker import load_example
 from tests.ranks import pool
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 55.0
+LIMIT_S = 100.0  # on a machine that does much else; alone, no run here takes 30
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +82,11 @@ def from_checkpoint(path: Path, steps: int) -> tuple[torch.nn.Module, fz.TrainSt
     return model, example.setup(fz.make_mesh(), model, steps=steps, stage=0, resume=path)[2]
 
 
-def trained(rank, world, root, steps, stop_at=None, folder=None):
+def trained(rank, world, root, steps, width, stop_at=None, folder=None):
     """The whole params after the example's training, which stops, saves and goes on at `stop_at`."""
     example, text, mesh = load_example(), load_corpus(root).train, fz.make_mesh()
     torch.manual_seed(0)
-    model = example.GPT(width=32)
+    model = example.GPT(width)
     for end, resume in ((stop_at, None), (None, folder)) if stop_at else ((None, None),):
         _, step, state = example.setup(mesh, model, steps=steps, resume=resume)
         for state, metrics in example.train(mesh, step, state, text, steps=steps):  # noqa: B020
@@ -97,8 +97,8 @@ def trained(rank, world, root, steps, stop_at=None, folder=None):
 
 
 def test_a_stopped_and_resumed_training_gives_the_same_bits(corpus, tmp_path):
-    straight = pool(2).run(trained, corpus, 12)[0]
-    resumed = pool(2).run(trained, corpus, 12, 6, tmp_path / "step-6")[0]
+    straight = pool(2).run(trained, corpus, 12, 32)[0]
+    resumed = pool(2).run(trained, corpus, 12, 32, 6, tmp_path / "step-6")[0]
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
@@ -124,24 +124,24 @@ def test_short_run_leaves_all_that_it_promises(corpus, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_interrupt_saves_and_resume_gives_the_same_bits(corpus, tmp_path):
-    straight, out = tmp_path / "straight", tmp_path / "stopped"
-    options = ("--steps", "60", "--corpus", str(corpus))
-    assert finished(straight, *options)[0] == 0, said(straight)
-    with demo(out, *options) as process:
+    out, steps = tmp_path / "run", 40
+    with demo(out, "--steps", str(steps), "--corpus", str(corpus)) as process:
         wait_for(lambda: len(records(out)) >= 3, process)
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 130, said(out)
     stopped_at = run_folder.step_of(run_folder.checkpoints(out)[-1])
-    assert 3 <= stopped_at < 60
+    assert 3 <= stopped_at < steps
     assert f"step-{stopped_at:06d}" in said(out) and "--resume" in said(out)
 
     code, text = finished(out, "--resume")
     assert code == 0, text
-    assert [r["step"] for r in records(out) if "loss" in r] == list(range(1, 61))
-    (_, first), (_, second) = (from_checkpoint(run_folder.checkpoints(x)[-1], 60) for x in (straight, out))
-    a, b = fz.tree.leaves((first.params, first.opt_state)), fz.tree.leaves((second.params, second.opt_state))
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert [r["step"] for r in records(out) if "loss" in r] == list(range(1, steps + 1))
+    straight = pool(2).run(trained, corpus, steps, 128)[0]
+    resumed = from_checkpoint(run_folder.checkpoints(out)[-1], steps)[1].params
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 @pytest.mark.slow
