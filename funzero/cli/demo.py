@@ -28,10 +28,10 @@ from funzero.cli import run_folder
 from funzero.cli.baselines import baselines
 from funzero.cli.corpus import Corpus, load_corpus
 from funzero.cli.demo_worker import load_example
+from funzero.cli.interrupt import INTERRUPTED
 from funzero.cli.report import clock, loss_curve, verdict_table
 
 DEFAULTS = {"ranks": 2, "stage": 3, "steps": 3400, "device": "auto", "seed": 0}
-INTERRUPTED = 128 + signal.SIGINT
 LOG_LINES = 60
 QUIT_S = 5.0
 SHOW_CURSOR = "\x1b[?25h"
@@ -109,7 +109,7 @@ def _launch(out: Path, config: dict[str, Any], corpus: Corpus, ranks: int) -> in
     with (out / run_folder.LOG).open("w") as log, _asked_to_stop() as asked:
         process = _start(out, config["device"], ranks, log)
         levels = _in_background(_baselines, out, config["data"]["sha256"], corpus)
-        quits = _look_after(process, out / run_folder.RANKS, asked)
+        quits = _look_after(process, ranks, out / run_folder.RANKS, asked)
     result = run_folder.read_json(out / run_folder.RESULT)
     if result:
         return _report(out, config, result, levels)
@@ -150,13 +150,13 @@ def _asked_to_stop() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _look_after(process: subprocess.Popen[bytes], folder: Path, asked: list[int]) -> bool:
-    """Waits for the ranks. Asked once it passes that on to them, asked twice it kills them: then it returns True."""
+def _look_after(process: subprocess.Popen[bytes], ranks: int, folder: Path, asked: list[int]) -> bool:
+    """Waits for torchrun and its ranks. Asked once it passes that on to them, asked twice it kills them: then it returns True."""
     told: set[int] = set()
     while process.poll() is None:
         pids = {run_folder.read_json(path) for path in folder.glob("[0-9]*")} if asked else set()
         if len(asked) > 1 or (asked and not pids):  # no rank has begun: there is nothing to save
-            _kill(process, pids)
+            _kill(process, pids, all_known=len(pids) == ranks)
             return True
         for pid in pids - told:
             with contextlib.suppress(ProcessLookupError):
@@ -166,14 +166,14 @@ def _look_after(process: subprocess.Popen[bytes], folder: Path, asked: list[int]
     return False
 
 
-def _kill(process: subprocess.Popen[bytes], pids: set[int]) -> None:
+def _kill(process: subprocess.Popen[bytes], pids: set[int], all_known: bool) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    # Ranks that are just starting are known to torchrun only; it ends them on SIGTERM.
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(QUIT_S)
+    if not all_known:  # ranks that are just starting are known to torchrun only, which ends them on SIGTERM
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(QUIT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -82,7 +82,7 @@ def main() -> None:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # no such process any more, or the number is someone else's now
         return False
     return True
 

@@ -9,6 +9,9 @@ import torch
 
 from funzero.core.mesh import Mesh
 
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a command that a signal ended."""
+
 
 class Interrupt:
     """Takes over SIGINT and SIGTERM: the first asks for a stop, a second SIGINT ends this process at once.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from funzero.cli.interrupt import INTERRUPTED
+
 NEEDED = ("rich", "matplotlib")
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a command that a signal ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

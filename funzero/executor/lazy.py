@@ -10,7 +10,7 @@ import torch
 from funzero.core.spec import Layout
 from funzero.executor.anchors import Anchor, Attach, memoryless, new_source
 from funzero.executor.cache import GatherCache
-from funzero.executor.standin import Born, StandIn, bare
+from funzero.executor.standin import NO_FUNCTORCH, Born, StandIn, bare
 
 
 class LazyLeaves:
@@ -58,8 +58,13 @@ class LazyLeaves:
     @contextlib.contextmanager
     def saved_by_name(self) -> Iterator[None]:
         """Within the block, gathered data that autograd saves are saved by name."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):  # torch.func.grad and vjp stop at our hooks
+                raise RuntimeError(f"params/**: {NO_FUNCTORCH}") from error
+            raise
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, StandIn):

@@ -64,6 +64,12 @@ _OF_ANCHOR = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.reta
 _NAMED = {"__setitem__", "__set__", "set_", "resize_", "resize_as_"}
 
 
+NO_FUNCTORCH = (
+    "torch.func within a loss cannot see through a cut leaf; take torch.autograd.grad, "
+    "or keep leaves whole with persist_below or stage <= 2"
+)
+
+
 class StandIn(torch.Tensor):
     """A leaf without data.
 
@@ -100,10 +106,7 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> None:
     """In-place writes and function transforms, by the name of the leaf."""
     if _compat.inside_functorch():
         path = next(x.path for x in _flat((*args, *kwargs.values())) if isinstance(x, StandIn))
-        raise RuntimeError(
-            f"{path}: torch.func within a loss cannot see through a cut leaf; take torch.autograd.grad, "
-            "or keep the leaf whole with persist_below or stage <= 2"
-        )
+        raise RuntimeError(f"{path}: {NO_FUNCTORCH}")
     name = getattr(func, "__name__", "")
     written = kwargs.get("out")
     if args and (name in _NAMED or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")):

@@ -191,7 +191,9 @@ def state_bytes(rank: int, world: int, sizes: list[tuple[int, ...]]) -> list[tup
             gc.collect()
             there = sum(n for key, n in storages(live()).items() if key not in others)
             scalars = sum(x.nbytes for x in (state.step, state.skips, state.key))
-            out.append((f"stage {stage}, {name}", t, there, specs.params.local_bytes + specs.opt_state.local_bytes + scalars))
+            out.append(
+                (f"stage {stage}, {name}", t, there, specs.params.local_bytes + specs.opt_state.local_bytes + scalars)
+            )
         del state, step
     return out
 
@@ -242,7 +244,9 @@ def module_on_meta(rank: int, world: int) -> list[tuple[str, dict[str, int], dic
         state = init(mesh, tx, stage)
         state, _ = fz.make_step(first_order, tx)(state, torch.arange(24.0).view(4, 6))
         specs = state.specs
-        sizes = {f: sum(storages(fz.tree.leaves(getattr(state, f))).values()) for f in ("params", "opt_state", "buffers")}
+        sizes = {
+            f: sum(storages(fz.tree.leaves(getattr(state, f))).values()) for f in ("params", "opt_state", "buffers")
+        }
         right = {f: getattr(specs, f).local_bytes for f in sizes}
         on_meta = all(p.device.type == "meta" for p in [*MODULE.parameters(), *MODULE.buffers()])
         out.append((f"stage {stage}", sizes, right, on_meta))

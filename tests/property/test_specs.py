@@ -1,6 +1,7 @@
 """Chunks, pieces, trees and the norm, for any shape, dtype and number of ranks."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,10 +56,10 @@ def test_runs_tile_the_piece_and_never_split_a_quantum(n, ranks, quantum):
     layout = flat_layout(n, ranks, quantum)
     ranges = [layout.bounds(i) for i in range(ranks)]
     assert ranges[0][0] == 0 and ranges[-1][1] == n
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)), "no gap, no overlap"
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges)), "no gap, no overlap"
     assert all(lo <= hi for lo, hi in ranges)
     assert all(lo % layout.chunk == 0 or lo == n for lo, _ in ranges), "a run begins at a chunk"
-    assert layout.chunk % quantum == 0 and layout.chunk >= 1
+    assert layout.chunk >= 1 and (n == 0 or layout.chunk % quantum == 0)
     full = [hi - lo for lo, hi in ranges if hi - lo == layout.run]
     short = [hi - lo for lo, hi in ranges][len(full) :]
     assert all(x == 0 for x in short[1:]), "only the last run that holds anything is short"
@@ -224,7 +225,9 @@ def check_norm(leaves: list[torch.Tensor], worlds: Any) -> None:
 
 def draw_leaves(sizes: list[tuple[int, ...]], kinds: list[torch.dtype]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(len(sizes))
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(k) * 3 for s, k in zip(sizes, kinds, strict=True)]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(k) * 3 for s, k in zip(sizes, kinds, strict=True)
+    ]
 
 
 leaf_sizes = st.one_of(shapes, st.integers(16_000, 70_000).map(lambda n: (n,)), st.just((129, 257)))

@@ -1,0 +1,72 @@
+"""Stand-ins: whatever a loss does with a param gives the gradient of plain tensors, or a refusal that names the leaf."""
+
+import pytest
+import torch
+
+import funzero as fz
+from funzero.executor import session
+from tests.executor.idioms import REFUSED, expressions, modules
+from tests.ranks import once, pool
+
+
+def through_stand_ins(params, loss, budget):
+    """Gradients by stage 3 with every cut leaf lazy; the ranks have equal data, so the mean is each one's own."""
+    tx = fz.sgd(1.0)
+    mesh = fz.make_mesh(dp=-1)
+    specs = fz.zero_specs(params, tx, mesh, stage=3)
+    state = fz.init_state(params, tx, specs=specs)
+    step = fz.make_step(lambda p, b: loss(p), tx, specs=specs, gather_budget=budget, donate=False)
+    results = []
+    for _ in range(2):  # the first call records the lists, the second goes by them
+        held = step.accumulate(state, {})
+        grads = fz.gather(held.accum.grads, specs.accum)
+        results.append({k: g / mesh.world for k, g in grads.items()})
+    return results
+
+
+def run_idioms(rank, world, budget):
+    bad, names = [], []
+    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
+    try:
+        for name, params, loss in [*modules(), *expressions()]:
+            torch.manual_seed(1)
+            plain, _ = fz.grad_fn(lambda p, loss=loss: loss(p))(params)
+            for i, found in enumerate(through_stand_ins(params, loss, budget)):
+                for k, g in found.items():
+                    want = torch.zeros_like(g) if plain[k] is None else plain[k]
+                    if not torch.allclose(g, want, rtol=1e-12, atol=1e-13):
+                        bad.append((name, i, k, float((g - want).abs().max())))
+            names.append(name)
+    finally:
+        session.BUNDLE_BYTES = before
+    return bad, names
+
+
+@pytest.mark.parametrize("budget", [None, 200])
+def test_idioms_through_stand_ins(budget):
+    for bad, names in pool(2).run(run_idioms, budget, timeout=110):
+        assert len(names) >= 28
+        assert not bad
+
+
+def run_refused(rank, world, name):
+    session.BUNDLE_BYTES = 0
+    params = {"w": torch.ones(8, 4), "b": torch.ones(4)}
+    x = torch.ones(6, 8)
+    specs = fz.zero_specs(params, fz.sgd(1.0), fz.make_mesh(dp=-1), stage=3)
+    state = fz.init_state(params, fz.sgd(1.0), specs=specs)
+    step = fz.make_step(lambda p, b: REFUSED[name][0](p, x), fz.sgd(1.0), specs=specs)
+    try:
+        step(state, {})
+    except Exception as error:
+        return str(error), [x.sum().item() for x in fz.tree.leaves(state.params)]
+    return "no error", []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    for outcome in once(run_refused, 2, name):
+        assert outcome.ok, outcome.error
+        message, values = outcome.value
+        assert REFUSED[name][1] in message
+        assert values == [2.0, 16.0], "a refusal changes nothing"
