@@ -93,7 +93,7 @@ def each_rank(iterator: Iterable[Any], mesh: Mesh, policy: str = "weighted") -> 
     source, steps = iter(iterator), 0
     while True:
         batch = next(source, EMPTY)
-        have = mesh.control().gather_host(torch.tensor([batch is not EMPTY], dtype=torch.uint8)).view(-1)
+        have = mesh.gather_host(torch.tensor([batch is not EMPTY], dtype=torch.uint8)).view(-1)
         if not (have.any() if policy == "weighted" else have.all()):
             if steps == 0:
                 empty = [r for r, flag in enumerate(have.tolist()) if not flag]

@@ -129,7 +129,7 @@ def _opt_specs(tx: Transform, seen: Any, grads: Any, mesh: Mesh) -> Specs:
     spec_of = dict(zip(*tree_lib.flatten_with_paths(grads)[:2], strict=True))
     leaves, treedef = tree_lib.flatten(state)
     specs = [
-        spec_of[src] if src is not None and leaf.shape == by_path[src].shape else Spec()
+        spec_of[src] if src is not None and abstract.mirrors(leaf, tuple(by_path[src].shape)) else Spec()
         for leaf, src in zip(leaves, origin, strict=True)
     ]
     return Specs.bind(mesh, tree_lib.unflatten(treedef, specs), state, "opt_state")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,8 @@ def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> Non
     """
     specs = _specs_of(state)
     path, first = Path(path), specs.mesh.rank == 0
-    if first and path.exists() and not overwrite:
-        _agree(specs.mesh, FileExistsError(f"{path} exists; give another name or overwrite=True"))
-    _agree(specs.mesh, None)
+    taken = first and path.exists() and not overwrite
+    _agree(specs.mesh, FileExistsError(f"{path} exists; give another name or overwrite=True") if taken else None)
     with specs.mesh.guard():
         leaves = {}
         for name, leaf in _global_leaves(state, specs):
@@ -61,16 +60,13 @@ def _specs_of(state: TrainState) -> StateSpecs:
 
 
 def _agree(mesh: Mesh, error: Exception | None) -> None:
-    """Raises an error of the first rank on all of them."""
-    if mesh.world == 1:
-        if error is not None:
-            raise error
-        return
-    text = mesh.control().exchange_text("" if error is None else f"{type(error).__name__}: {error}")[0]
+    """Raises an error that any rank met on all of them: on that rank as it is, on the others as an OSError."""
+    texts = mesh.exchange_text("" if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    if text:
-        raise OSError(f"rank 0: {text}")
+    for rank, text in enumerate(texts):
+        if text:
+            raise OSError(f"rank {rank}: {text}")
 
 
 def _global_leaves(state: TrainState, specs: StateSpecs) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,7 +103,8 @@ def _window_scalars(accum: Accumulator, mesh: Mesh) -> Iterator[tuple[str, torch
 
 def _write(path: Path, leaves: dict[str, torch.Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    folder = path.parent / f".{path.name}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()  # not mkdtemp, whose folders only their owner can read
     try:
         manifest = {
             "format": FORMAT,
@@ -117,11 +114,12 @@ def _write(path: Path, leaves: dict[str, torch.Tensor]) -> None:
         }
         safetensors.torch.save_file(leaves, folder / LEAVES)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (folder / LEAVES).chmod((folder / MANIFEST).stat().st_mode)
         for name in (LEAVES, MANIFEST, "."):
             _sync(folder / name)
         old = None
         if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
+            old = folder.with_name(f"{folder.name}-old")
             os.rename(path, old)
         os.rename(folder, path)
         _sync(path.parent)
@@ -150,9 +148,21 @@ def restore(path: str | Path, like: TrainState) -> TrainState:
 
     Returns: a new state. Each rank reads one whole leaf at a time and keeps its part.
 
-    Raises ValueError with every path that is missing, unexpected, or of another shape or dtype.
+    Raises, on every rank: ValueError with every path that is missing, unexpected, or of another shape or dtype; OSError
+    for a file that cannot be read.
     """
-    specs, path = _specs_of(like), Path(path)
+    specs, state, error = _specs_of(like), like, None
+    try:
+        state = _read(Path(path), like, specs)
+    except (OSError, ValueError) as found:
+        error = found
+    except safetensors.SafetensorError as found:
+        error = OSError(f"{Path(path) / LEAVES}: {found}")
+    _agree(specs.mesh, error)
+    return state
+
+
+def _read(path: Path, like: TrainState, specs: StateSpecs) -> TrainState:
     manifest = json.loads((path / MANIFEST).read_text())
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path}: checkpoint format {manifest.get('format')!r}, this version reads {FORMAT}")

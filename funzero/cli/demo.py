@@ -230,7 +230,7 @@ def _report(out: Path, config: dict[str, Any], result: dict[str, Any], levels: F
         f"{result['trained_steps']} steps in {clock(result['train_s'])}, scored in {clock(result['score_s'])}"
     )
     console.print(verdict_table(result["heldout_bits"], bits, name="this GPT"))
-    print(f"What it writes:\n\n{result['sample']}\n")
+    print(f"What it writes:\n\n{result['sample'].rstrip()}\n")
     written = ", ".join(
         [run_folder.CONFIG, run_folder.METRICS, run_folder.CURVE, *(x.name for x in run_folder.checkpoints(out))]
     )

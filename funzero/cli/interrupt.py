@@ -33,4 +33,4 @@ class Interrupt:
     def agreed(self, asked: bool = False) -> bool:
         """Whether any rank was asked to stop, by a signal or by `asked`. A collective call."""
         flag = torch.tensor([self._asked or asked], dtype=torch.uint8)
-        return bool(self._mesh.control().gather_host(flag).any())
+        return bool(self._mesh.gather_host(flag).any())

@@ -46,6 +46,16 @@ def sources(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[str | No
     return tree_lib.unflatten(treedef, plain), origin
 
 
+def mirrors(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """True if a leaf made from a param of this shape holds something for each element of it, so that it is cut alike.
+
+    A 0-dim integer is a count, also when the param itself is 0-dim.
+    """
+    return tuple(leaf.shape) == tuple(shape) and (
+        leaf.dim() > 0 or leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    )
+
+
 def _plain(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.as_subclass(torch.Tensor) if isinstance(leaf, Placeholder) else leaf
 

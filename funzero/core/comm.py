@@ -1,12 +1,13 @@
 """Process groups and raw collectives: the only file that imports torch.distributed.
 
 [Note: a dead mesh] A rank that raises between collectives would leave its peers waiting. `Comm.fail` writes the cause to
-the store and aborts this rank's groups; the peers' pending operations then fail at once, and `Comm.cause` turns their
+the store and closes this rank's groups; the peers' pending operations then fail at once, and `Comm.cause` turns their
 failure into the first cause. After that every use of the mesh raises.
 """
 
 import datetime
 import os
+import time
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from funzero import _compat
 from funzero.core.errors import MeshError
 
 Work = Any
+ANSWER_S = 5.0
 _all_gather = _compat.first_of(dist, "all_gather_single", "all_gather_into_tensor")
 
 
@@ -104,16 +106,53 @@ class Comm:
 
         That is `error` itself if it is the first cause, else a MeshError with the first cause.
         """
-        store = _compat.default_store(dist)
+        if isinstance(error, MeshError):
+            return error
         mine = f"rank {self.rank}: {type(error).__name__}: {error}"
         try:
-            first = store.compare_set(f"{self.key}/cause", "", mine).decode()
-        except Exception:  # the store lived in a process that is gone
+            store = _compat.default_store(dist)
+            key = f"{self.key}/cause"
+            if not store.check([key]) and _is_of_communication(error):
+                mine = self._roll_call(store, str(error))
+            first = store.compare_set(key, "", mine).decode()
+        except (RuntimeError, OSError):  # the store lived in a process that is gone
             first = f"a peer is gone; seen by {mine}"
         self.dead = first
+        self._leave()
+        local = first == mine and not _is_of_communication(error)
+        return error if local else MeshError(f"the mesh is dead. First cause: {first}")
+
+    def _leave(self) -> None:
+        """Closes this rank's connections, at which the peers' pending collectives fail; gloo knows no other way."""
         for group in {*self.groups.values(), self.control}:
             group.abort()
-        return error if first == mine else MeshError(f"the mesh is dead. First cause: {first}")
+            dist.destroy_process_group(group)
+        self.groups, self.control = {}, None
+
+    def _roll_call(self, store: Any, error: str) -> str:
+        """Who is gone or stalled: the ranks that do not answer within a few seconds."""
+        store.set(f"{self.key}/alive/{self.rank}", "1")
+        end = time.monotonic() + ANSWER_S
+        silent = [r for r in range(self.world) if r != self.rank]
+        while silent and time.monotonic() < end:
+            if store.check([f"{self.key}/cause"]):
+                break
+            silent = [r for r in silent if not store.check([f"{self.key}/alive/{r}"])]
+            time.sleep(0.05)
+        seen = f"seen by rank {self.rank}: {error.strip()[:200]}"
+        if not silent:
+            return f"a collective failed on all ranks ({seen})"
+        names = ", ".join(f"rank {r}" for r in silent)
+        return f"{names}: died or stalled in a collective that its peers had entered ({seen})"
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """True for the errors of a collective that a peer left."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    signs = ("gloo", "Connection closed", "Connection reset", "Timed out waiting", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 def _wait(work: Work) -> None:

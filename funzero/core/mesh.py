@@ -89,12 +89,27 @@ class Mesh:
         except BaseException as error:
             raise self.comm.failure(error) from error
 
+    def gather_host(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows, [world, len(row)]; `row` is 1-D on the CPU. A collective call."""
+        if self.world == 1:
+            return row.unsqueeze(0)
+        with self.guard():
+            return self.control().gather_host(row)
+
+    def exchange_text(self, text: str) -> list[str]:
+        """All ranks' texts (up to 4,000 bytes each), for messages. A collective call."""
+        if self.world == 1:
+            return [text]
+        with self.guard():
+            return self.control().exchange_text(text)
+
     def describe(self) -> str:
         """`(dp=2, tp=4)`."""
         return "(" + ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) + ")"
 
     def group(self, axes: Iterable[str]) -> Any:
         """The process group of this rank's peers along `axes`; raises for an abstract mesh."""
+        self.control().check_alive()
         return self.control().groups[frozenset(a for a in axes if self.axis_size(a) > 1)]
 
 

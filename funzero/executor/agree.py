@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from funzero.core import tree as tree_lib
-from funzero.core.comm import Comm
 from funzero.core.mesh import Mesh
 from funzero.transforms.losses import aux_of_paths
 
@@ -58,21 +57,20 @@ def agree(mesh: Mesh, header: Header) -> torch.Tensor:
         if header.error is not None:
             raise header.error
         return header.row().unsqueeze(0)
-    comm = mesh.control()
-    rows = comm.gather_host(header.row())
+    rows = mesh.gather_host(header.row())
     if rows[:, 4].any():
-        _raise_first(comm, rows[:, 4].tolist(), header.error)
+        _raise_first(mesh, rows[:, 4].tolist(), header.error)
     fed = [r for r in range(mesh.world) if rows[r, 1]]
     if len({int(rows[r, 2]) for r in fed}) > 1:
-        texts = comm.exchange_text(header.batch if header.has_batch else "no batch")
+        texts = mesh.exchange_text(header.batch if header.has_batch else "no batch")
         raise ValueError(f"batch: its structure or dtypes differ between ranks: {_by_rank(texts)}; make them equal")
     if len(set(rows[:, 3].tolist())) > 1:
         raise ValueError("step: the ranks hold states of different layouts or steps; build specs and step alike on all")
     return rows
 
 
-def _raise_first(comm: Comm, flags: list[int], own: Exception | None) -> None:
-    texts = comm.exchange_text("" if own is None else str(own))
+def _raise_first(mesh: Mesh, flags: list[int], own: Exception | None) -> None:
+    texts = mesh.exchange_text("" if own is None else str(own))
     rank = next(r for r, flag in enumerate(flags) if flag)
     kind = ValueError if own is None else type(own)
     raise kind(f"rank {rank}: {texts[rank]}") from own
@@ -98,10 +96,10 @@ def common_aux(mesh: Mesh, aux: Any) -> Any:
     if mesh.world == 1:
         return aux
     names, leaves, _ = tree_lib.flatten_with_paths(aux)
-    counts = mesh.control().gather_host(torch.tensor([len(leaves)])).view(-1).tolist()
+    counts = mesh.gather_host(torch.tensor([len(leaves)])).view(-1).tolist()
     if len(set(counts)) == 1:
         return aux
-    texts = mesh.control().exchange_text("\n".join(names))
+    texts = mesh.exchange_text("\n".join(names))
     known = {t for t in texts if t}
     if len(known) > 1:
         raise ValueError(f"Loss.aux: its leaves differ between ranks: {_by_rank(texts)}; return the same on all")

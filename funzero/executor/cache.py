@@ -171,15 +171,18 @@ class GatherCache:
 
     def _agreed(self) -> tuple[Gather, ...]:
         """The list to go by from now on: planned if all ranks that had data used the leaves alike, else as recorded."""
-        control = self._mesh.control()
-        longest = int(control.gather_host(torch.tensor([len(self._uses)])).max())
+        longest = int(self._mesh.gather_host(torch.tensor([len(self._uses)])).max())
         row = torch.full((longest,), FINISHED)
         row[: len(self._uses)] = torch.tensor(self._uses, dtype=torch.int64)
-        kinds = {tuple(r) for r in control.gather_host(row).tolist()} - {(FINISHED,) * longest}
+        kinds = {tuple(r) for r in self._mesh.gather_host(row).tolist()} - {(FINISHED,) * longest}
         if len(kinds) > 1:
             return tuple(self._recorded)
         uses = [k for k in next(iter(kinds), ()) if k != FINISHED]
         return plan_gathers(uses, self._sizes, self._budget)
+
+    def abandon(self) -> None:
+        """Lets go of all data without waiting: after a failure nobody may be there to finish what is under way."""
+        self._flying, self._data, self.leaf_of_storage = {}, {}, {}
 
     def clear(self) -> None:
         """Drops all data; waits for what is under way."""

@@ -99,11 +99,8 @@ def _bind(
 
 
 def _forward(placement: Placement, program: Program, state: TrainState, fn: Callable[[Any], Any] | None) -> Any:
-    session = Session(placement, tree_lib.leaves(state.params), program)
-    try:
+    with Session(placement, tree_lib.leaves(state.params), program) as session:
         return session.forward(fn)
-    finally:
-        session.close()
 
 
 def call(fn: Callable[..., Any], state: TrainState, *inputs: Any, precision: Policy | None = None) -> Any:

@@ -47,7 +47,7 @@ class PartCaller:
         mirrors = {
             path: source
             for path, leaf, source in zip(tree_lib.paths(made), tree_lib.leaves(made), origin, strict=True)
-            if source is not None and tuple(leaf.shape) == self.layouts[source].piece_shape
+            if source is not None and abstract.mirrors(leaf, self.layouts[source].piece_shape)
         }
         full_state = tree_lib.map_with_path(lambda p, x: whole(mirrors[p], x) if p in mirrors else x, state)
         full_params = tree_lib.map_with_path(whole, params)

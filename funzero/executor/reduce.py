@@ -96,7 +96,7 @@ def or_zeros(grad: torch.Tensor | None, layout: Layout) -> torch.Tensor:
 
 def agree_used(used: torch.Tensor, mesh: Mesh) -> list[bool]:
     """Which leaves took part on any rank; `used` is uint8 [leaves] in host memory."""
-    rows = used.unsqueeze(0) if mesh.world == 1 else mesh.control().gather_host(used)
+    rows = used.unsqueeze(0) if mesh.world == 1 else mesh.gather_host(used)
     return rows.amax(0).bool().tolist() if used.numel() else []
 
 

@@ -36,9 +36,8 @@ class ReduceQueue:
     def put(self, leaf: int, grad: torch.Tensor) -> None:
         """Takes the complete gradient of a leaf, of piece shape, and posts whatever its turn has come."""
         if grad.layout != torch.strided:
-            raise ValueError(
-                f"{self.routes[leaf][0].path}: a sparse gradient cannot be reduced; use a dense one (sparse=False)"
-            )
+            name = self.routes[leaf][0].path.rpartition("grads/")[2]
+            raise ValueError(f"params/{name}: a sparse gradient cannot be reduced; use a dense one (sparse=False)")
         self._ready[leaf] = grad
         self._seen.add(leaf)
         if self._order is not None:

@@ -147,8 +147,7 @@ class Runner:
             closes: the window ends with the last of them, so large gradients are reduced as they come.
         """
         plan = bound.plan
-        session = Session(bound.placement, flat.params, bound.program)
-        try:
+        with Session(bound.placement, flat.params, bound.program) as session:
             for i, batch in enumerate(micros):
                 micro = None
                 if batch is not None:
@@ -156,10 +155,7 @@ class Runner:
                     buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
                     micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
                 add = window.held(bound.placement) if closes and i == len(micros) - 1 else None
-                done = session.differentiate(self._loss_fn, self._takes, micro, add)
-                window.add(done, bound.placement, bound.small)
-        finally:
-            session.close()
+                window.add(session.differentiate(self._loss_fn, self._takes, micro, add), bound.placement, bound.small)
 
     def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options

@@ -114,7 +114,7 @@ class Session:
     def _round(self, want: int) -> list[int]:
         """One round of agreement while recording: who needs which leaf, and whose gradients are ready."""
         flags = self._queue.ready_flags() if self._queue else []
-        rows = self.plan.mesh.control().gather_host(torch.tensor([want, *flags])).tolist()
+        rows = self.plan.mesh.gather_host(torch.tensor([want, *flags])).tolist()
         if self._queue:
             self._queue.on_round([r[1:] for r in rows], [r[0] == FINISHED for r in rows])
         return [r[0] for r in rows]
@@ -229,13 +229,17 @@ class Session:
         left = queue.waiting()
         row = torch.full((len(queue.routes),), -1)
         row[: len(left)] = torch.tensor(left, dtype=torch.int64)
-        rows = self.plan.mesh.control().gather_host(row).view(-1).tolist()
+        rows = self.plan.mesh.gather_host(row).view(-1).tolist()
         return list(dict.fromkeys([*(k for k in rows if k >= 0), *queue.routes]))
 
-    def close(self) -> None:
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Drops what was gathered."""
         if self._cache is not None:
-            self._cache.clear()
+            self._cache.clear() if kind is None else self._cache.abandon()
+        self._queue = None
 
 
 @dataclasses.dataclass

@@ -306,3 +306,26 @@ def test_br06_the_pure_pieces_sum_bf16_gradients_in_float32():
     total = fz.finalize(acc, reduction="sum")
     assert total["a"].dtype == torch.float32 and total["a"].item() == 320.0 and total["b"].item() == 1.0
     assert total["c"] is None
+
+
+def br06_dtype_cells(rank, world):
+    """bf16 params: their gradients are summed in float32, and what the optimizer keeps has the dtype of its spec."""
+    mesh, found = fz.make_mesh(dp=-1), {}
+    makers = {"adamw": fz.adamw(1.0), "composed": fz.chain(fz.scale_by_adam(), fz.scale(-1.0)), "sgd": fz.sgd(1.0, 0.5)}
+    for stage in STAGES:
+        for name, tx in makers.items():
+            params = {"w": torch.zeros(6, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.bfloat16)}
+            state, step = launch(params, tx, linear, mesh, stage)
+            before = whole(state)
+            for _ in range(2):
+                state, _ = step(state, rows(w=torch.ones(6).bfloat16(), s=torch.ones(()).bfloat16()))
+            found[f"stage {stage} {name}"] = [before, whole(state)]
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_br06_a_step_keeps_the_dtypes_of_bf16_params_and_their_moments(world):
+    for cell, (before, after) in one_for_all(pool(world).run(br06_dtype_cells)).items():
+        changed = {n: x.dtype for n, x in after.items() if x.dtype != before[n].dtype}
+        assert not changed, f"{cell}: {changed}"
+        assert after["params/w"].tolist() == [-2.5 if "sgd" in cell else -2.0] * 6, f"{cell}: {after['params/w']}"

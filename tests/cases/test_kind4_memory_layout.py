@@ -182,3 +182,32 @@ def test_br20_gradients_that_alias_the_batch_are_neither_kept_nor_written_to(wor
             w = state[f"params/{name}"]
             assert torch.equal(w, torch.full_like(w, -3.0 * world)), f"{cell}: {name} {w}, right {-3 * world}"
         assert kept, f"{cell}: the batch was written to"
+
+
+def weighted_given_loss(params, batch):
+    return fz.Loss(given_loss(params, batch), weight=2)
+
+
+def br20_scaled(rank, world):
+    """Gradients that are the batch's own memory, divided by a weight, clipped, or both."""
+    mesh, found = fz.make_mesh(dp=-1), {}
+    for stage in STAGES:
+        for loss_fn, max_norm in ((given_loss, 6.5), (weighted_given_loss, None), (weighted_given_loss, 3.25)):
+            params = {"s": torch.zeros(4), "r": torch.zeros(1)}
+            options = {"max_norm": max_norm}
+            state, step = launch(params, fz.sgd(1.0), loss_fn, mesh, stage, step=options)
+            batch = {"s": torch.tensor([[3.0, 0, 0, 4]]), "r": torch.tensor([[12.0]])}
+            before = fz.tree.map(torch.clone, batch)
+            state, _ = step(state, batch)
+            kept = torch.tensor(not difference(batch, before))
+            found[f"stage {stage} {loss_fn.__name__} {max_norm}"] = [whole(state), kept]
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_br20_dividing_and_clipping_do_not_write_to_the_batch(world):
+    for cell, (state, kept) in one_for_all(pool(world).run(br20_scaled)).items():
+        assert kept, f"{cell}: the batch was written to"
+        right = 4.0 if "3.25" in cell else 2.0  # divided by 2, clipped by 2, or both
+        assert state["params/r"].tolist() == [-12.0 / right], f"{cell}: {state['params/r']}"
+        assert state["params/s"].tolist() == [-3.0 / right, 0, 0, -4.0 / right], f"{cell}: {state['params/s']}"

@@ -1,0 +1,85 @@
+"""A rank that raises, is killed, or stalls: all ranks end, and the message names the rank and the first cause."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import funzero as fz
+from tests.ranks import once
+
+
+def make(stage, loss_fn, timeout_s=60):
+    params = {"w": torch.ones(256, 256), "b": torch.ones(256)}
+    tx = fz.sgd(0.1)
+    specs = fz.zero_specs(params, tx, fz.make_mesh(dp=-1, timeout_s=timeout_s), stage=stage)
+    return fz.init_state(params, tx, specs=specs), fz.make_step(loss_fn, tx, specs=specs), specs
+
+
+def run_raise(rank, world, stage):
+    calls = []
+
+    def loss_fn(p, b):
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            raise KeyError("no such word")
+        return (p["w"].sum() + p["b"].sum()) * 0.0
+
+    state, step, _ = make(stage, loss_fn)
+    state, _ = step(state, {})
+    start = time.monotonic()
+    try:
+        step(state, {})
+    except Exception as error:
+        readable = float(state.params["b"].sum())
+        try:
+            step(state, {})
+        except Exception as second:
+            return type(error).__name__, str(error), time.monotonic() - start, readable, str(second)
+    return "no error", "", 0.0, 0.0, ""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_raises(stage):
+    for outcome in once(run_raise, 3, stage):
+        assert outcome.ok, outcome.error
+        kind, message, seconds, readable, second = outcome.value
+        assert kind == ("KeyError" if outcome.rank == 1 else "MeshError")
+        assert "no such word" in message
+        assert outcome.rank == 1 or "rank 1: KeyError" in message
+        assert seconds < 30
+        assert readable > 0, "local leaves stay readable"
+        assert "the mesh is dead" in second
+
+
+def run_gone(rank, world, how):
+    def loss_fn(p, b):
+        if rank == 1:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(50)
+        return (p["w"].sum() + p["b"].sum()) * 0.0
+
+    state, step, _ = make(3, loss_fn, timeout_s=20 if how == "stall" else 60)
+    start = time.monotonic()
+    try:
+        step(state, {})
+    except Exception as error:
+        if rank == 1:
+            return "late", 0.0
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("how", ["kill", "stall"])
+def test_one_rank_is_gone(how):
+    outcomes = once(run_gone, 3, how, timeout=90)
+    for outcome in outcomes:
+        if outcome.rank == 1:
+            continue
+        assert outcome.ok, outcome.error
+        message, seconds = outcome.value
+        assert "rank 1: died or stalled" in message
+        assert seconds < 45
