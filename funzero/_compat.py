@@ -51,7 +51,7 @@ def default_store(distributed: Any) -> Any:
 
 
 def flatten_dense(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Contiguous tensors of one dtype laid end to end, by copy."""
+    """Contiguous tensors laid end to end; a single one comes back as a view."""
     return torch._C._nn.flatten_dense_tensors(tensors)
 
 

@@ -92,8 +92,17 @@ def each_rank(iterator: Iterable[Any], mesh: Mesh, policy: str = "weighted") -> 
         raise ValueError(f"each_rank: policy is 'weighted' or 'shortest', got {policy!r}")
     source, steps = iter(iterator), 0
     while True:
-        batch = next(source, EMPTY)
-        have = mesh.gather_host(torch.tensor([batch is not EMPTY], dtype=torch.uint8)).view(-1)
+        batch, error = EMPTY, None
+        try:
+            batch = next(source, EMPTY)
+        except Exception as found:  # the peers wait for this rank's word, so it is raised on all of them
+            error = found
+        row = torch.tensor([batch is not EMPTY, error is not None], dtype=torch.uint8)
+        have, failed = mesh.gather_host(row).unbind(1)
+        if failed.any():
+            texts = mesh.exchange_text("" if error is None else f"{type(error).__name__}: {error}")
+            rank = int(failed.argmax())
+            raise RuntimeError(f"each_rank: the data of rank {rank} failed: {texts[rank]}") from error
         if not (have.any() if policy == "weighted" else have.all()):
             if steps == 0:
                 empty = [r for r, flag in enumerate(have.tolist()) if not flag]

@@ -1,9 +1,9 @@
 """Abstract values: leaves with a shape and a dtype but no memory, and where a leaf was made from."""
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from funzero.core import tree as tree_lib
@@ -105,18 +105,35 @@ def check_params(params: Any) -> None:
 
 
 def _check_sharing(params: Any) -> None:
-    spans: list[tuple[int, int, int, str, torch.Tensor]] = []
+    spans: list[tuple[int, int, str, torch.Tensor]] = []
     for path, leaf in zip(*tree_lib.flatten_with_paths(params)[:2], strict=True):
-        if leaf.device.type == "meta" or leaf.numel() == 0:
-            continue
-        first = leaf.data_ptr()
-        extent = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
-        spans.append((leaf.untyped_storage().data_ptr(), first, first + extent * leaf.element_size(), path, leaf))
-    spans.sort(key=lambda s: s[:3])
-    for (base, _, end, path, leaf), (base2, start2, _, path2, leaf2) in itertools.pairwise(spans):
-        if base == base2 and start2 < end:
-            same = "is the same tensor as" if leaf is leaf2 or leaf.shape == leaf2.shape else "shares memory with"
-            raise ValueError(
-                f"params/{path2} {same} params/{path}: a leaf has one path; "
-                f"for a tied weight pass fz.tie(params, {{{path2!r}: {path!r}}}), else .clone() one of them"
-            )
+        if leaf.device.type != "meta" and leaf.numel():
+            extent = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+            spans.append((leaf.data_ptr(), leaf.data_ptr() + extent * leaf.element_size(), path, leaf))
+    spans.sort(key=lambda s: s[:2])
+    reach = 0
+    for i, (start, end, path, leaf) in enumerate(spans):
+        if start < reach:
+            for _, before_end, other, held in spans[:i]:
+                if start < before_end and _overlap(leaf, held):
+                    raise ValueError(
+                        f"params/{path} shares memory with params/{other}: a leaf has one path; "
+                        f"for a tied weight pass fz.tie(params, {{{path!r}: {other!r}}}), else .clone() one of them"
+                    )
+        reach = max(reach, end)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if some element lies in both; interleaved views, such as two columns of a matrix, do not overlap."""
+    if a.device.type != "cpu":
+        return True
+    try:
+        return bool(np.shares_memory(_as_numpy(a), _as_numpy(b), max_work=1_000_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _as_numpy(x: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """The same memory as integers, since numpy does not know every dtype."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).numpy()

@@ -111,11 +111,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         spec, where = self.spec, self.path or "leaf"
-        for axis in (*spec.cut_axes, *spec.unreduced):
-            if axis not in self.mesh.names:
-                raise ValueError(
-                    f"{where}: {spec.partition} names axis {axis!r}, not in the mesh {self.mesh.describe()}"
-                )
+        for said, axes in ((spec.partition, spec.partition.axes), ("flat", spec.flat), ("unreduced", spec.unreduced)):
+            for axis in axes:
+                if axis not in self.mesh.names:
+                    raise ValueError(f"{where}: {said} names axis {axis!r}, not in the mesh {self.mesh.describe()}")
         if len(spec.partition.entries) > len(self.shape):
             raise ValueError(
                 f"{where}: {spec.partition} has {len(spec.partition.entries)} entries, leaf has shape {list(self.shape)}"

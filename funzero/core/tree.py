@@ -192,11 +192,12 @@ def prune(tree: Tree, drop: Callable[[str], bool]) -> Tree:
     def walk(sub: Tree, path: str) -> Tree:
         if optree.tree_is_leaf(sub, namespace=NAMESPACE):
             return _DROPPED if drop(path) else sub
-        children, _, entries, rebuild = optree.tree_flatten_one_level(sub, namespace=NAMESPACE)
+        children, metadata, entries, rebuild = optree.tree_flatten_one_level(sub, namespace=NAMESPACE)
         kept = [walk(c, prefix_path(path, escape(e))) for c, e in zip(children, entries, strict=True)]
         if type(sub) is dict:
             return {e: c for e, c in zip(entries, kept, strict=True) if c is not _DROPPED}
-        return rebuild([() if c is _DROPPED else c for c in kept])  # type: ignore[call-arg, arg-type]
+        filled: list[Any] = [() if c is _DROPPED else c for c in kept]
+        return rebuild(metadata, filled)
 
     result = walk(tree, "")
     return () if result is _DROPPED else result

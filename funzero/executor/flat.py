@@ -44,6 +44,7 @@ class FlatState:
         if donate:
             kept = {id(x) for x in self.old}
             leaves = [x.detach() if id(x) in kept else x for x in leaves]
+            self.accum = tree_lib.map(lambda x: x.detach() if id(x) in kept else x, self.accum)
             poison(self.old)
         state: TrainState = tree_lib.unflatten(self.treedef, leaves)
         return state if self.accum is EMPTY_NODE else dataclasses.replace(state, accum=self.accum)

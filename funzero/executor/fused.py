@@ -1,6 +1,7 @@
 """Chains that a fused kernel covers: recognised once, then run in place on lists of leaves."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from funzero import _compat
 from funzero.core import tree as tree_lib
 from funzero.core.spec import Specs
+from funzero.executor.lanes import run_in_vectors
 from funzero.transforms.base import Hyperparams, Transform
 from funzero.transforms.chain import part_names
 
@@ -54,32 +56,40 @@ class FusedAdam:
         groups: dict[Any, list[int]] = {}
         for place, i in enumerate(chosen):
             groups.setdefault((params[place].dtype, self.decays[i]), []).append(place)
-        flag = None if skip is None else skip.to(torch.float32)
-        self._advance(opt_state, chosen)
+        self._advance(opt_state, chosen, skip)
         for (_, decays), places in groups.items():
-            _compat.fused_adamw(
+            columns = [
                 [params[k] for k in places],
                 [grads[k] for k in places],
                 [opt_state[self.mu[chosen[k]]] for k in places],
                 [opt_state[self.nu[chosen[k]]] for k in places],
-                [opt_state[self.count[chosen[k]]] for k in places],
+            ]
+            kernel = functools.partial(
+                _kernel,
                 lr=h["learning_rate"],
                 beta1=h["b1"],
                 beta2=h["b2"],
                 eps=h["eps"],
                 weight_decay=h["weight_decay"] if decays else 0.0,
-                found_inf=flag,
+                found_inf=None if skip is None else skip.to(torch.float32),
             )
-        for i in self.schedule_counts:
-            opt_state[i].add_(1)
+            run_in_vectors(columns, [opt_state[self.count[chosen[k]]] for k in places], kernel, written=[0, 2, 3])
 
-    def _advance(self, opt_state: list[torch.Tensor], chosen: list[int]) -> None:
-        """Adds 1 to the counts of the chosen leaves; all counts become views of one new tensor."""
+    def _advance(self, opt_state: list[torch.Tensor], chosen: list[int], skip: torch.Tensor | None) -> None:
+        """Adds 1 to the counts of the chosen leaves, which all become views of one new tensor, and of the schedules."""
+        counts = torch.stack([opt_state[i] for i in self.count])
         more = torch.zeros(len(self.count), dtype=torch.int32)
         more[chosen] = 1
-        counts = torch.stack([opt_state[i] for i in self.count])
-        for i, count in zip(self.count, counts.add_(more.to(counts.device)).unbind(), strict=True):
+        one = 1 if skip is None else (~skip).to(torch.int32)
+        for i, count in zip(self.count, (counts + more.to(counts.device) * one).unbind(), strict=True):
             opt_state[i] = count
+        for i in self.schedule_counts:
+            opt_state[i].add_(one)
+
+
+def _kernel(columns: list[list[torch.Tensor]], counts: list[torch.Tensor], **hyper: Any) -> None:
+    params, grads, mu, nu = columns
+    _compat.fused_adamw(params, grads, mu, nu, counts, **hyper)
 
 
 def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:
@@ -91,7 +101,7 @@ def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:
     kinds = [p.fused[0] if p.fused else None for p in tx.parts]
     if kinds[:1] != ["scale_by_adam"] or kinds[-1:] != ["scale_by_learning_rate"] or len(kinds) not in (2, 3):
         return None
-    if any(x.dtype.is_complex for x in specs.layouts):
+    if any(x.dtype not in (torch.float32, torch.float64, torch.int32) for x in specs.layouts):
         return None
     entries = part_names(tx.parts)
     place = {path: i for i, path in enumerate(tree_lib.paths(specs.tree))}

@@ -163,7 +163,7 @@ def _build(makers: list[Callable[[], torch.Tensor]], tx: Transform, specs: State
     for path, make, layout in zip(tree_lib.paths(shapes), makers, specs.params.layouts, strict=True):
         whole = make()
         if path in trains:
-            add(tree_lib.graft(tree_lib.prune(shapes, lambda p, path=path: p != path), {path: whole}))  # type: ignore[misc]
+            add(tree_lib.map(lambda _, whole=whole: whole, tree_lib.prune(shapes, lambda p, path=path: p != path)))  # type: ignore[misc]
         placed.append(_placed(whole, layout, donate))
     if not trains:
         add(tree_lib.prune(shapes, lambda p: True))

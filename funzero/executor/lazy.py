@@ -82,6 +82,7 @@ class LazyLeaves:
             return self._cache.get(leaf).as_strided(*view)
 
     def close(self) -> None:
-        """Lets go of the graph."""
+        """Lets go of the graph and of the cache's interest in it."""
+        self._cache.on_drop = lambda leaf: None
         self._anchors.clear()
         self._tracked.clear()

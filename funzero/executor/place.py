@@ -43,7 +43,7 @@ def whole(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     rows = piece.new_empty(layout.mesh.size(axes) * layout.n)
     comm.all_gather_equal(rows, piece.contiguous().view(-1), group).wait()
     out = piece.new_empty(layout.shape)
-    for row, rank in zip(rows.view(-1, layout.n), comm.group_ranks(group), strict=True):
+    for row, rank in zip(rows.view(layout.mesh.size(axes), layout.n), comm.group_ranks(group), strict=True):
         out[layout.box_of(rank)] = row.view(layout.piece_shape)
     return out
 
@@ -88,7 +88,7 @@ def gather(tree: Any, specs: Specs) -> Any:
 
 def _move(local: torch.Tensor, old: Layout, new: Layout) -> torch.Tensor:
     if old.spec == new.spec and old.mesh == new.mesh:
-        return local
+        return local.detach()  # a leaf object of its own: donating one state must not poison the other
     full = whole(local, old)
     part = store(cut(full, new), new)
     if new.spec.unreduced and new.mesh.index(new.spec.unreduced):
@@ -112,7 +112,7 @@ def reshard(state: TrainState, specs: StateSpecs) -> TrainState:
     Args:
         state: made with specs. specs: the new layout, for the same params and optimizer.
 
-    Returns: a new state; leaves whose layout does not change are shared with the old one.
+    Returns: a new state; leaves whose layout does not change share memory with the old one.
     """
     if state.specs is None:
         raise ValueError("reshard: the state has no specs; make it with init_state")

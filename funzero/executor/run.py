@@ -9,6 +9,7 @@ import torch
 from funzero.core import collectives
 from funzero.core import tree as tree_lib
 from funzero.core.errors import SkipLimitError
+from funzero.core.mesh import Mesh
 from funzero.core.state import EMPTY_NODE, Metrics, StateSpecs, TrainState
 from funzero.data import EMPTY, split
 from funzero.executor import agree
@@ -28,6 +29,8 @@ from funzero.transforms.base import Transform
 from funzero.transforms.grad import Takes
 from funzero.transforms.rng import fold_in
 
+KEPT_SELECTIONS = 16  # sets of used leaves; with many experts there is no end of them
+
 
 class Bound:
     """A step bound to one layout: its plans, made at the first call with a state of that layout."""
@@ -44,9 +47,11 @@ class Bound:
     def selection(self, used: list[bool]) -> Selection:
         """The plans for the leaves that took part."""
         chosen = tuple(i for i, flag in enumerate(used) if flag)
-        if chosen not in self._selections:
-            self._selections[chosen] = Selection(self.plan, self.tx, chosen)
-        return self._selections[chosen]
+        found = self._selections.pop(chosen, None) or Selection(self.plan, self.tx, chosen)
+        if len(self._selections) == KEPT_SELECTIONS:
+            del self._selections[next(iter(self._selections))]
+        self._selections[chosen] = found
+        return found
 
 
 class Runner:
@@ -180,15 +185,16 @@ class Runner:
         flat.step = flat.step + ~skip
         flat.skips = torch.where(skip, flat.skips + 1, 0).to(torch.int32)
         flat.accum = EMPTY_NODE
+        divisor = torch.where(weight == 0, 1.0, weight)
         metrics = Metrics(
-            loss=loss / weight if options.reduction == "mean" else loss,
+            loss=loss / divisor if options.reduction == "mean" else loss,
             grad_norm=norm,
             weight=weight,
             loss_scale=torch.ones((), device=norm.device),
             skipped=skip,
             skipped_in_a_row=flat.skips.clone(),
             step=flat.step.clone(),
-            aux=mean_aux(aux, weight),
+            aux=mean_aux(aux, divisor),
         )
         return flat.close(options.donate), metrics
 
@@ -209,15 +215,23 @@ def _new_buffers(
 
     def merge(new: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         if plan.batch_ranks > 1:
-            if new.dtype.is_floating_point:
-                share = new.to(torch.float64) * (window.weight / weight)
-                new = collectives.all_sum(share, plan.mesh, plan.mesh.batch)
-            else:
-                new = collectives.all_max(new, plan.mesh, plan.mesh.batch)
+            new = _mean_buffer(new, window.weight / weight, plan.mesh)
         new = new.to(before.dtype)
         return new if skip is None else torch.where(skip, before, new)
 
     return [merge(a, b) for a, b in zip(window.buffers, old, strict=True)]
+
+
+def _mean_buffer(own: torch.Tensor, share: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The mean by weight of a float buffer over the batch axes, the largest value of another.
+
+    Where all ranks agree the value stays as it is: a mean would change its last bit, or make NaN of an infinity.
+    """
+    if not own.dtype.is_floating_point:
+        return collectives.all_max(own, mesh, mesh.batch)
+    same = collectives.all_max(own, mesh, mesh.batch) == -collectives.all_max(-own, mesh, mesh.batch)
+    part = torch.where(share == 0, 0.0, own.to(torch.float64) * share)
+    return torch.where(same, own, collectives.all_sum(part, mesh, mesh.batch).to(own.dtype))
 
 
 def _first_difference(found: StateSpecs, expected: StateSpecs) -> str:

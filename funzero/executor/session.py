@@ -239,7 +239,9 @@ class Session:
         """Drops what was gathered."""
         if self._cache is not None:
             self._cache.clear() if kind is None else self._cache.abandon()
-        self._queue = None
+        # The cache refers to this session and the leaves to the cache: a cycle would keep the shards, and with them the
+        # storage of the state, until a garbage collection.
+        self._cache, self._queue, self._leaves = None, None, []
 
 
 @dataclasses.dataclass

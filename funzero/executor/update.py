@@ -67,6 +67,9 @@ class Selection:
     @functools.cached_property
     def kernel(self) -> fused.FusedAdam | None:
         """The fused form of the optimizer, if it has one."""
+        kept = self.plan.specs.params.layouts
+        if any(kept[i].dtype != g.dtype for i, g in zip(self.params_at, self.layouts, strict=True)):
+            return None  # torch's kernel takes one dtype
         return fused.match(self.tx, self.plan.specs.opt_state, self.names)
 
     @functools.cached_property
@@ -158,7 +161,8 @@ def _composed(
     for i, p in zip(selection.chosen, pieces, strict=True):
         value = p + changed[selection.names[i]]
         p.copy_(value if skip is None else torch.where(skip, p, value))
-    after = tree_lib.leaves(new)
+    kept = selection.plan.specs.opt_state.layouts
+    after = [x.to(y.dtype) for x, y in zip(tree_lib.leaves(new), kept, strict=True)]
     flat.opt_state = (
         after if skip is None else [torch.where(skip, a, b) for a, b in zip(flat.opt_state, after, strict=True)]
     )

@@ -95,4 +95,4 @@ def finalize(acc: Accumulator, *, reduction: str = "mean") -> Any:
     divisor = torch.where(acc.weight == 0, torch.ones_like(acc.weight), acc.weight)
     if reduction == "sum":
         return acc.grads
-    return tree_lib.map(lambda g: g / divisor.to(g.device), acc.grads)
+    return tree_lib.map(lambda g: (g / divisor.to(g.device)).to(g.dtype), acc.grads)

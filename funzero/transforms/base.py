@@ -88,8 +88,13 @@ def leafwise(
     needs: str = "element",
     fused: tuple[str, tuple[Any, ...]] | None = None,
 ) -> Transform:
-    """A transform that is not a composite, made to accept `None` in its updates."""
-    return Transform(init, skip_missing(update, init), needs=needs, name=name, fused=fused)
+    """A transform that is not a composite: it accepts `None` in its updates, and its state keeps its dtypes."""
+
+    def keep_dtypes(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        new_updates, new = update(updates, state, params, **extra)
+        return new_updates, tree_lib.map(lambda old, x: x.to(old.dtype), state, new)
+
+    return Transform(init, skip_missing(keep_dtypes, init), needs=needs, name=name, fused=fused)
 
 
 @dataclasses.dataclass(frozen=True)

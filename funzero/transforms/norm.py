@@ -93,7 +93,7 @@ class NormPlan:
         chosen, slots = self._small
         if chosen:
             flat = _compat.flatten_dense([_real(grads[i]) for i in chosen]).double()
-            sums.index_add_(0, slots.to(device), flat.square_())
+            sums.index_add_(0, slots.to(device), flat.square())
         for i, first, end, chunk in self._large:
             sums[first:end] = chunk_squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
         if self._cut:
@@ -220,7 +220,7 @@ def clip_by_global_norm(
         )
     norm = plan_of(tuple(layouts[i] for i in keep)).norm([found[i] for i in keep])
     factor = clip_factor(norm, max_norm)
-    return tree_lib.map(lambda g: g * factor.to(g.device), grads), norm
+    return tree_lib.map(lambda g: (g * factor.to(g.device)).to(g.dtype), grads), norm
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
