@@ -8,6 +8,8 @@ import torch
 
 from funzero.core import tree as tree_lib
 
+MAX_WORK = 1_000_000  # of the search for a common element of two views, before they are taken to overlap
+
 
 class Placeholder(torch.Tensor):
     """A meta tensor that remembers the path of the leaf it was made from.
@@ -128,7 +130,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.device.type != "cpu":
         return True
     try:
-        return bool(np.shares_memory(_as_numpy(a), _as_numpy(b), max_work=1_000_000))
+        return bool(np.shares_memory(_as_numpy(a), _as_numpy(b), max_work=MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

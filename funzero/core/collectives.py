@@ -9,6 +9,8 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from funzero.core import comm
@@ -16,6 +18,12 @@ from funzero.core.mesh import Mesh
 from funzero.core.spec import Layout
 
 BUNDLE_BYTES = 64 * 1024
+Indices = npt.NDArray[np.int32]
+
+
+def on_device(indices: Indices, device: torch.device) -> torch.Tensor:
+    """An index table as a tensor."""
+    return torch.from_numpy(indices).to(device)
 
 
 def tree_sum(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -133,25 +141,23 @@ class Bundle:
 
     layouts: tuple[Layout, ...]
 
+    # Index tables are numpy arrays, so that between steps no tensors live but those of the state.
     @functools.cached_property
-    def _send_order(self) -> torch.Tensor:
+    def _send_order(self) -> Indices:
         """For the leaves laid end to end: the element order that sorts by destination rank, then by leaf."""
         starts = [0, *itertools.accumulate(x.n for x in self.layouts)]
         parts = [
-            torch.arange(start + lo, start + hi)
+            np.arange(start + lo, start + hi, dtype=np.int32)
             for i in _group_order(self.layouts[0])
             for start, x in zip(starts, self.layouts, strict=False)
             for lo, hi in [x.bounds(i)]
         ]
-        return torch.cat(parts)
+        return np.concatenate(parts)
 
     @functools.cached_property
-    def _leaf_order(self) -> torch.Tensor:
+    def _leaf_order(self) -> Indices:
         """The inverse: where each element of the leaves laid end to end stands in rank order."""
-        order = self._send_order
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel())
-        return inverse
+        return np.argsort(self._send_order).astype(np.int32)
 
     @functools.cached_property
     def _by_rank(self) -> list[int]:
@@ -171,14 +177,14 @@ class Bundle:
         recvs = [(part, r) for part, r in others if part.numel()]
         for work in comm.send_recv(sends, recvs, first.mesh.group(first.spec.flat)):
             work.wait()
-        whole = out.index_select(0, self._leaf_order.to(out.device)).split([x.n for x in self.layouts])
+        whole = out.index_select(0, on_device(self._leaf_order, out.device)).split([x.n for x in self.layouts])
         return [w.view(x.piece_shape) for w, x in zip(whole, self.layouts, strict=True)]
 
     def post_reduce_scatter(self, fulls: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Posts the sums over the flat axes; the call that comes back waits and returns 1-D ranges."""
         first = self.layouts[0]
         flat = torch.cat([x.reshape(-1) for x in fulls])
-        send = flat.index_select(0, self._send_order.to(flat.device))
+        send = flat.index_select(0, on_device(self._send_order, flat.device))
         mine = sum(x.local_shape[0] for x in self.layouts)
         rows = send.new_empty(mine * first.ranks)
         group = first.mesh.group(first.spec.flat)

@@ -13,6 +13,7 @@ import functools
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 
 from funzero import _compat
@@ -57,7 +58,7 @@ class NormPlan:
         return any(x.mesh.size(x.spec.cut_axes) > 1 for x in self.layouts)
 
     @functools.cached_property
-    def _small(self) -> tuple[list[int], torch.Tensor]:
+    def _small(self) -> tuple[list[int], collectives.Indices]:
         """The small leaves that this rank owns, and the slot of each of their elements, laid end to end."""
         chosen, slots = [], []
         for i, x in enumerate(self.layouts):
@@ -65,8 +66,9 @@ class NormPlan:
             if end > first and x.n * x.dtype.itemsize < SMALL_BYTES:
                 chosen.append(i)
                 lo, hi = x.bounds(x.index)
-                slots.append(first + torch.arange((hi - lo) * _components(x)) // (x.chunk * _components(x)))
-        return chosen, torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
+                count, chunk = (hi - lo) * _components(x), x.chunk * _components(x)
+                slots.append(first + np.arange(count, dtype=np.int32) // np.int32(chunk))
+        return chosen, np.concatenate(slots) if slots else np.zeros(0, dtype=np.int32)
 
     @functools.cached_property
     def _large(self) -> list[tuple[int, int, int, int]]:
@@ -93,7 +95,7 @@ class NormPlan:
         chosen, slots = self._small
         if chosen:
             flat = _compat.flatten_dense([_real(grads[i]) for i in chosen]).double()
-            sums.index_add_(0, slots.to(device), flat.square())
+            sums.index_add_(0, collectives.on_device(slots, device), flat.square())
         for i, first, end, chunk in self._large:
             sums[first:end] = chunk_squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
         if self._cut:
