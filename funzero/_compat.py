@@ -34,10 +34,12 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+_use_count = torch._C._storage_Use_Count
+
+
 def storage_is_shared(tensor: torch.Tensor) -> bool:
     """True if another tensor or storage object than `tensor` itself refers to its memory."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+    return _use_count(tensor.untyped_storage()._cdata) > 2
 
 
 def first_of(module: Any, *names: str) -> Any:

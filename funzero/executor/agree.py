@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from funzero.core import collectives
 from funzero.core import tree as tree_lib
 from funzero.core.mesh import Mesh
+from funzero.executor.plan import Plan
+from funzero.executor.window import Window
 from funzero.transforms.losses import aux_of_paths
 
 ACCUMULATE, UPDATE, STEP, EVAL = 1, 2, 3, 4
@@ -66,6 +69,7 @@ def agree(mesh: Mesh, header: Header) -> torch.Tensor:
         raise ValueError(f"batch: its structure or dtypes differ between ranks: {_by_rank(texts)}; make them equal")
     if len(set(rows[:, 3].tolist())) > 1:
         raise ValueError("step: the ranks hold states of different layouts or steps; build specs and step alike on all")
+    _check_actions(rows)
     return rows
 
 
@@ -80,7 +84,7 @@ def _by_rank(texts: list[str]) -> str:
     return "; ".join(f"rank {r}: {t}" for r, t in enumerate(texts))
 
 
-def check_actions(rows: torch.Tensor) -> None:
+def _check_actions(rows: torch.Tensor) -> None:
     """Refuses calls that cannot be matched: ranks within one window may differ in calls of accumulate, in no other way."""
     actions = set(rows[:, 0].tolist())
     if len(actions) > 1 and actions != {ACCUMULATE, UPDATE}:
@@ -88,21 +92,41 @@ def check_actions(rows: torch.Tensor) -> None:
         raise ValueError(f"the ranks call different functions at the same time: {names}")
 
 
-def common_aux(mesh: Mesh, aux: Any) -> Any:
-    """The tree of a loss's extras, with zeros on a rank that had no data and so does not know it.
+def close_window(plan: Plan, window: Window) -> tuple[list[bool], torch.Tensor, torch.Tensor, Any]:
+    """What the ranks together have in a window: used flags (by any rank), weight, loss, and extras (batch sums).
 
-    Such a rank learns the paths from a peer, and builds nested dicts of them.
+    On the CPU all but the extras travel in one row; elsewhere the scalars stay on the device.
     """
+    mesh = plan.mesh
     if mesh.world == 1:
-        return aux
-    names, leaves, _ = tree_lib.flatten_with_paths(aux)
-    counts = mesh.gather_host(torch.tensor([len(leaves)])).view(-1).tolist()
-    if len(set(counts)) == 1:
-        return aux
-    texts = mesh.exchange_text("\n".join(names))
-    known = {t for t in texts if t}
-    if len(known) > 1:
-        raise ValueError(f"Loss.aux: its leaves differ between ranks: {_by_rank(texts)}; return the same on all")
-    if leaves:
-        return aux
-    return aux_of_paths({n: torch.zeros((), dtype=torch.float64, device=mesh.device) for n in known.pop().split("\n")})
+        return window.used, window.weight, window.loss, window.aux
+    count = len(tree_lib.leaves(window.aux))
+    scalars = torch.stack([window.weight, window.loss])
+    on_host = scalars.device.type == "cpu"
+    flags = torch.tensor([count, *window.used], dtype=torch.float64)
+    rows = mesh.gather_host(torch.cat([scalars, flags]) if on_host else flags)
+    if on_host:
+        peers = mesh.peers(mesh.batch)
+        total, rows = collectives.tree_sum([rows[r, :2].clone() for r in peers]), rows[:, 2:]
+    else:
+        total = collectives.all_sum(scalars, mesh, mesh.batch)
+    weight, loss = total.unbind()
+    aux = window.aux
+    if rows[:, 0].any():
+        aux = _total_aux(mesh, aux, len(set(rows[:, 0].tolist())) == 1)
+    return rows[:, 1:].any(0).tolist(), weight.clone(), loss.clone(), aux
+
+
+def _total_aux(mesh: Mesh, aux: Any, known: bool) -> Any:
+    """Sums of extras over the batch axes. A rank that had no data learns their paths from a peer."""
+    if not known:
+        names, leaves, _ = tree_lib.flatten_with_paths(aux)
+        texts = mesh.exchange_text("\n".join(names))
+        kinds = {t for t in texts if t}
+        if len(kinds) > 1:
+            raise ValueError(f"Loss.aux: its leaves differ between ranks: {_by_rank(texts)}; return the same on all")
+        if not leaves:
+            zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
+            aux = aux_of_paths({n: zero for n in kinds.pop().split("\n")})
+    leaves, treedef = tree_lib.flatten(aux)
+    return tree_lib.unflatten(treedef, collectives.all_sum(torch.stack(leaves), mesh, mesh.batch).unbind())

@@ -47,9 +47,12 @@ def check_usable(leaf: torch.Tensor) -> None:
         type(leaf).__torch_function__(None, ())
 
 
-def writable(leaf: torch.Tensor, donate: bool) -> torch.Tensor:
-    """A new leaf with the same values that may be written to: on the same storage if it may be reused, else a copy."""
-    return leaf.detach() if donate and not _compat.storage_is_shared(leaf) else leaf.clone()
+def make_writable(leaves: list[torch.Tensor], places: list[int], donate: bool) -> None:
+    """Replaces leaves by new ones that may be written to: on the same storage if it may be reused, else copies."""
+    shared = _compat.storage_is_shared
+    for i in places:
+        leaf = leaves[i]
+        leaves[i] = leaf.detach() if donate and not shared(leaf) else leaf.clone()
 
 
 def private(leaves: list[torch.Tensor]) -> list[torch.Tensor]:

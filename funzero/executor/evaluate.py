@@ -15,7 +15,6 @@ from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable
 from funzero.executor.micro import MicroBatch, call_loss, cast_batch
 from funzero.executor.plan import Plan
-from funzero.executor.run import global_scalars
 from funzero.executor.session import Placement, Session
 from funzero.executor.window import Window
 from funzero.transforms.accumulate import mean_aux
@@ -59,7 +58,7 @@ def make_eval(
             loss = _forward(placement, program, state, None if batch is EMPTY else run)
             if loss is not None:
                 window.add_loss(loss)
-            weight, total, aux = global_scalars(plan, window)
+            _, weight, total, aux = agree.close_window(plan, window)
         return Metrics(
             loss=total / weight,
             grad_norm=torch.full_like(total, float("nan")),

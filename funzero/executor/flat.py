@@ -15,7 +15,7 @@ class FlatState:
     """The leaves of a state by field, in tree order; what a call works on.
 
     Attributes:
-        old: all leaves of the state that came in. treedef: its structure with an empty window.
+        old: all leaves of the state that came in, those of its window last. treedef: its structure with an empty window.
     """
 
     step: torch.Tensor
@@ -42,9 +42,10 @@ class FlatState:
         """The new state; under donation it takes over every leaf of the old one, which then raise."""
         leaves = [self.step, *self.params, *self.opt_state, self.skips, self.key, *self.buffers]
         if donate:
-            kept = {id(x) for x in self.old}
-            leaves = [x.detach() if id(x) in kept else x for x in leaves]
-            self.accum = tree_lib.map(lambda x: x.detach() if id(x) in kept else x, self.accum)
+            leaves = [x.detach() if x is y else x for x, y in zip(leaves, self.old, strict=False)]
+            if self.accum is not EMPTY_NODE:
+                kept = {id(x) for x in self.old}
+                self.accum = tree_lib.map(lambda x: x.detach() if id(x) in kept else x, self.accum)
             poison(self.old)
         state: TrainState = tree_lib.unflatten(self.treedef, leaves)
         return state if self.accum is EMPTY_NODE else dataclasses.replace(state, accum=self.accum)

@@ -53,11 +53,10 @@ class FusedAdam:
             skip: 0-dim bool on the device, or None when this update is known to happen.
         """
         h = {name: read(opt_state) for name, read in self.hyper.items()}
-        groups: dict[Any, list[int]] = {}
-        for place, i in enumerate(chosen):
-            groups.setdefault((params[place].dtype, self.decays[i]), []).append(place)
+        kinds = [(p.dtype, self.decays[i]) for p, i in zip(params, chosen, strict=True)]
         self._advance(opt_state, chosen, skip)
-        for (_, decays), places in groups.items():
+        for kind in dict.fromkeys(kinds):
+            decays, places = kind[1], [k for k, other in enumerate(kinds) if other == kind]
             columns = [
                 [params[k] for k in places],
                 [grads[k] for k in places],
@@ -78,10 +77,12 @@ class FusedAdam:
     def _advance(self, opt_state: list[torch.Tensor], chosen: list[int], skip: torch.Tensor | None) -> None:
         """Adds 1 to the counts of the chosen leaves, which all become views of one new tensor, and of the schedules."""
         counts = torch.stack([opt_state[i] for i in self.count])
-        more = torch.zeros(len(self.count), dtype=torch.int32)
-        more[chosen] = 1
-        one = 1 if skip is None else (~skip).to(torch.int32)
-        for i, count in zip(self.count, (counts + more.to(counts.device) * one).unbind(), strict=True):
+        one: Any = 1 if skip is None else (~skip).to(torch.int32)
+        if len(chosen) == len(self.count):
+            counts += one
+        else:
+            counts[torch.tensor(chosen, device=counts.device)] += one
+        for i, count in zip(self.count, counts.unbind(), strict=True):
             opt_state[i] = count
         for i in self.schedule_counts:
             opt_state[i].add_(one)

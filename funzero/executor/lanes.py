@@ -25,32 +25,42 @@ def run_in_vectors(
     first = columns[0]
     lanes = VECTOR_BYTES // first[0].element_size() if first else 1
     rests = [x.numel() % lanes for x in first]
-    if first and first[0].device.type == "cpu" and any(rests):
-        flat = [[x.view(-1) for x in column] for column in columns]
-        kernel([[x[: x.numel() - r] for x, r in zip(c, rests, strict=True)] for c in flat], counts)
-        _leftovers(flat, rests, counts, kernel, written, lanes)
-    else:
+    if not any(rests) or first[0].device.type != "cpu":
         kernel(columns, counts)
+        return
+    ends = [i for i, r in enumerate(rests) if r]
+    flat = [[x if x.dim() == 1 else x.view(-1) for x in (column[i] for i in ends)] for column in columns]
+    sizes = [rests[i] for i in ends]
+    whole = [i for i, x in enumerate(first) if x.numel() >= lanes]
+    if whole:
+        kernel([[_without(column[i], rests[i]) for i in whole] for column in columns], [counts[i] for i in whole])
+    _leftovers(flat, sizes, [counts[i] for i in ends], kernel, written, lanes)
+
+
+def _without(x: torch.Tensor, rest: int) -> torch.Tensor:
+    return x.view(-1)[: x.numel() - rest] if rest else x
 
 
 def _leftovers(
     flat: list[list[torch.Tensor]],
-    rests: list[int],
+    sizes: list[int],
     counts: list[torch.Tensor],
     kernel: Kernel,
     written: list[int],
     lanes: int,
 ) -> None:
-    """The ends of all leaves in one padded tensor for each value of the count."""
+    """The ends (`sizes` elements each) of flat leaves, in one padded tensor for each value of the count."""
     by_count: dict[int, list[int]] = {}
     for i, count in enumerate(torch.stack(counts).tolist()):
-        if rests[i]:
-            by_count.setdefault(count, []).append(i)
+        by_count.setdefault(count, []).append(i)
     for chosen in by_count.values():
-        ends = [[column[i][column[i].numel() - rests[i] :] for i in chosen] for column in flat]
-        sizes = [rests[i] for i in chosen]
-        pad = -sum(sizes) % lanes
-        joined = [torch.cat([*parts, parts[0].new_zeros(pad)]) for parts in ends]
+        parts = [
+            [column[i] if column[i].numel() == sizes[i] else column[i][-sizes[i] :] for i in chosen] for column in flat
+        ]
+        lengths = [sizes[i] for i in chosen]
+        total = sum(lengths)
+        padding = parts[0][0].new_zeros(-total % lanes)
+        joined = [torch.cat([*column, padding]) for column in parts]
         kernel([[x] for x in joined], [counts[chosen[0]]])
         for k in written:
-            torch._foreach_copy_(ends[k], list(joined[k][: sum(sizes)].split(sizes)))
+            torch._foreach_copy_(parts[k], list(joined[k][:total].split(lengths)))

@@ -34,6 +34,11 @@ class Plan:
         return [place[path] for path in tree_lib.paths(self.specs.grads.tree)]
 
     @functools.cached_property
+    def place_of_trained(self) -> dict[int, int]:
+        """{place among the params: place among the trained leaves}, in the order of the latter."""
+        return {i: k for k, i in enumerate(self.trained)}
+
+    @functools.cached_property
     def compute_dtypes(self) -> list[torch.dtype]:
         """The dtype in which each param is handed to the loss function."""
         return [self.policy.compute_dtype(x.dtype) for x in self.specs.params.layouts]

@@ -20,7 +20,7 @@ from funzero.executor.init import check_trainable
 from funzero.executor.micro import MicroBatch, cast_batch
 from funzero.executor.options import StepOptions
 from funzero.executor.plan import Plan
-from funzero.executor.reduce import SmallReductions, agree_used
+from funzero.executor.reduce import SmallReductions
 from funzero.executor.session import Placement, Session
 from funzero.executor.update import Selection, clip, update_leaves
 from funzero.executor.window import Window, as_node, open_window
@@ -116,7 +116,6 @@ class Runner:
             error = found
         text = agree.describe_batch(batch) if has_batch and mesh.world > 1 and error is None else ""
         rows = agree.agree(mesh, agree.Header(action, has_batch, text, bound.signature, error))
-        agree.check_actions(rows)
         return bound, micros, rows
 
     def _bind(self, state: TrainState) -> Bound:
@@ -139,11 +138,15 @@ class Runner:
         if device.type == "cpu" and int(state.skips) >= self._options.max_skips:
             count = int(state.skips)
             raise SkipLimitError(f"{count} steps in a row were skipped (max_skips={count}){self._bad_leaf}")
-        if batch is EMPTY:
-            return
-        for path, x in zip(*tree_lib.flatten_with_paths(batch)[:2], strict=True):
-            if isinstance(x, torch.Tensor) and x.device.type != device.type:
-                raise ValueError(f"batch/{path}: is on {x.device}, the mesh is on {device}; move it there with .to")
+        kinds = (
+            {x.device.type for x in tree_lib.leaves(batch) if isinstance(x, torch.Tensor)}
+            if batch is not EMPTY
+            else set()
+        )
+        if kinds - {device.type}:
+            pairs = zip(*tree_lib.flatten_with_paths(batch)[:2], strict=True)
+            path, x = next((p, x) for p, x in pairs if isinstance(x, torch.Tensor) and x.device.type != device.type)
+            raise ValueError(f"batch/{path}: is on {x.device}, the mesh is on {device}; move it there with .to")
 
     def _run(self, bound: Bound, flat: FlatState, window: Window, micros: list[Any], closes: bool = False) -> None:
         """Adds micro-batches to the window; a rank without data joins with zeros.
@@ -164,8 +167,7 @@ class Runner:
 
     def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options
-        used = agree_used(torch.tensor(window.used, dtype=torch.uint8), plan.mesh)
-        weight, loss, aux = global_scalars(plan, window)
+        used, weight, loss, aux = agree.close_window(plan, window)
         selection = bound.selection(used)
         grads, norm, bad = clip(selection, selection.reduce(window), weight, options)
         skip = ~torch.isfinite(norm) | ~torch.isfinite(loss) | (weight == 0)
@@ -197,15 +199,6 @@ class Runner:
             aux=mean_aux(aux, divisor),
         )
         return flat.close(options.donate), metrics
-
-
-def global_scalars(plan: Plan, window: Window) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Sums over the batch axes of weight, loss and extras, in one collective."""
-    aux = agree.common_aux(plan.mesh, window.aux)
-    leaves, treedef = tree_lib.flatten(aux)
-    row = torch.stack([window.weight, window.loss, *leaves])
-    weight, loss, *rest = collectives.all_sum(row, plan.mesh, plan.mesh.batch).unbind()
-    return weight.clone(), loss.clone(), tree_lib.unflatten(treedef, rest)
 
 
 def _new_buffers(

@@ -38,6 +38,11 @@ class Placement:
         return [dataclasses.replace(x, dtype=d) for x, d in pairs]
 
     @functools.cached_property
+    def accum_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of the accumulator, by trained leaf."""
+        return [x.dtype for x in self.plan.specs.accum.layouts]
+
+    @functools.cached_property
     def lazy(self) -> dict[int, Layout]:
         """The params that are gathered on use: cut, and too large to travel in a bundle."""
         return {i: x for i, x in enumerate(self.layouts) if x.is_flat and x.n * x.dtype.itemsize >= BUNDLE_BYTES}
@@ -166,9 +171,9 @@ class Session:
         done: "Differentiated",
     ) -> None:
         plan = self.plan
-        versions = [x._version for x in self._leaves]
+        before = [x._version for x in self._leaves]
         lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
-        place = {i: k for k, i in enumerate(plan.trained)}
+        place = plan.place_of_trained
 
         def on_grad(k: int, grad: torch.Tensor) -> None:
             done.used[k] = True
@@ -186,19 +191,26 @@ class Session:
             grads = gradients(loss.total, list(wanted.values()))
         if lazy is not None:
             lazy.close()
-        if [x._version for x in self._leaves] != versions:
-            changed = next(i for i, (x, v) in enumerate(zip(self._leaves, versions, strict=True)) if x._version != v)
+        after = [x._version for x in self._leaves]
+        if after != before:
+            changed = next(i for i, (a, b) in enumerate(zip(after, before, strict=True)) if a != b)
             path = plan.specs.params.layouts[changed].path
             raise RuntimeError(f"{path}: loss_fn wrote to this param in place; params are constants, return new values")
         done.loss = detached(loss)  # with its graph it would keep alive what the anchors of the graph refer to
+        if self._queue is None:
+            done.grads, done.used = grads, [g is not None for g in grads]
+            return
         for k, grad in zip(wanted, grads, strict=True):
-            if self._queue is None or not self._queue.takes(k):
+            if not self._queue.takes(k):
                 done.grads[k], done.used[k] = grad, grad is not None
 
     def _inputs(
         self, lazy: LazyLeaves | None, place: dict[int, int], on_grad: Any
     ) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """What the loss function sees, and what to differentiate with respect to, by trained leaf."""
+        if lazy is None and self._queue is None:
+            plain = [x.detach() for x in self._leaves]
+            return plain, {k: plain[i].requires_grad_() for i, k in place.items()}
         held: list[Any] = []
         wanted: dict[int, torch.Tensor] = {}
         for i, x in enumerate(self._leaves):

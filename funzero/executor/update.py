@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from funzero.core import tree as tree_lib
-from funzero.core.collectives import Group, travel_groups
+from funzero.core.collectives import Group, post_gather, travel_groups
 from funzero.core.spec import Layout
 from funzero.executor import fused, place
-from funzero.executor.donate import private, writable
+from funzero.executor.donate import make_writable, private
 from funzero.executor.flat import FlatState
 from funzero.executor.options import StepOptions
 from funzero.executor.pieces import PartCaller
@@ -40,15 +40,25 @@ class Selection:
 
     def reduce(self, window: Window) -> list[torch.Tensor]:
         """The window's sums of the chosen leaves, summed over ranks as finalised gradients are; takes them out of it."""
-        left = tuple(i for i in self.chosen if i not in window.final)
+        left = tuple(i for i in self.chosen if i not in window.final) if window.final else self.chosen
         if left not in self._reductions:
             accum, grads = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts
             self._reductions[left] = ReducePlan(tuple(accum[i] for i in left), tuple(grads[i] for i in left))
-        sums = [or_zeros(window.sums[i], self.plan.specs.accum.layouts[i]) for i in left]
+        layouts = self.plan.specs.accum.layouts
+        sums = [or_zeros(window.sums[i], layouts[i]) for i in left]
         window.sums = []
-        found = window.final | dict(zip(left, self._reductions[left].run(sums), strict=True))
+        done = self._reductions[left].run(sums)
+        if not window.final:
+            return done
+        found = window.final | dict(zip(left, done, strict=True))
         window.final = {}
         return [found[i] for i in self.chosen]
+
+    @functools.cached_property
+    def reduced(self) -> bool:
+        """True if every chosen gradient comes out of a reduction, on memory that nobody else knows."""
+        accum = self.plan.micro_grads
+        return all(self.plan.mesh.size(accum[i].spec.unreduced) > 1 for i in self.chosen)
 
     @functools.cached_property
     def _reductions(self) -> dict[tuple[int, ...], ReducePlan]:
@@ -103,15 +113,16 @@ def clip(selection: Selection, grads: list[torch.Tensor], weight: torch.Tensor, 
     """
     on_host = weight.device.type == "cpu"
     grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
+    fresh = selection.reduced
     if options.reduction == "mean" and not (on_host and float(weight) in (0.0, 1.0)) and grads:
-        grads = private(grads)
+        grads = grads if fresh else private(grads)
         torch._foreach_div_(grads, torch.where(weight == 0, 1.0, weight))
     sums = selection.norm.sums(grads)
     norm = sums.sum().sqrt()
     if options.max_norm is not None and grads:
         factor = clip_factor(norm, options.max_norm)
         if not (on_host and float(factor) == 1.0):
-            grads = private(grads)
+            grads = grads if fresh else private(grads)
             torch._foreach_mul_(grads, factor)
     return grads, norm, lambda: selection.norm.first_bad(sums)
 
@@ -125,19 +136,30 @@ def update_leaves(
         grads: finalised, of the chosen leaves.
         skip: 0-dim bool on the device that makes the update a no-op, or None when the host knows that it happens.
     """
-    for i in selection.params_at:
-        flat.params[i] = writable(flat.params[i], donate)
+    make_writable(flat.params, selection.params_at, donate)
     pieces = [flat.params[i] if part is None else place.cut_flat(flat.params[i], part) for i, part in selection.parts]
     if selection.kernel is not None:
-        for k in selection.written:
-            flat.opt_state[k] = writable(flat.opt_state[k], donate)
+        make_writable(flat.opt_state, selection.written, donate)
         selection.kernel.run(pieces, grads, flat.opt_state, list(selection.chosen), skip)
     else:
         _composed(selection, pieces, flat, grads, skip)
+    _make_whole(selection, flat, pieces)
+
+
+def _make_whole(selection: Selection, flat: FlatState, pieces: list[torch.Tensor]) -> None:
+    """Gathers updated ranges into the params that they are ranges of: large ones in place and all at once."""
+    under_way = []
     for group in selection.regather:
+        wholes = [flat.params[selection.params_at[k]] for k in group.indices]
+        if len(wholes) == 1:
+            layout = group.bundle.layouts[0]
+            under_way.append(post_gather(pieces[group.indices[0]], layout, out=wholes[0].view(-1)))
+            continue
         group.gather(pieces)
-        for k in group.indices:
-            flat.params[selection.params_at[k]].copy_(pieces[k])
+        for k, whole in zip(group.indices, wholes, strict=True):
+            whole.copy_(pieces[k])
+    for pending in under_way:
+        pending.wait()
 
 
 def _composed(

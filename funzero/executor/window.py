@@ -45,11 +45,9 @@ class Window:
                 grads[i] = x
             else:
                 self.final[i] = x
-        for i, (g, layout) in enumerate(zip(grads, placement.plan.specs.accum.layouts, strict=True)):
-            if g is not None:
-                held = self.sums[i]
-                g = g if g.dtype == layout.dtype else g.to(layout.dtype)
-                self.sums[i] = g if held is None else held.add(g)
+        dtypes = placement.accum_dtypes
+        grads = [g if g is None or g.dtype == d else g.to(d) for g, d in zip(grads, dtypes, strict=True)]
+        self.sums = [_add(held, g) for held, g in zip(self.sums, grads, strict=True)] if self.times else grads
         self.used = [a or b for a, b in zip(self.used, done.used, strict=True)]
         self.times += 1
         if done.loss is not None:
@@ -65,6 +63,10 @@ class Window:
             self.aux = aux if not tree_lib.leaves(self.aux) else tree_lib.map(torch.add, self.aux, aux)
         if loss.buffers is not None:
             self.buffers = [b.detach() for b in tree_lib.leaves(loss.buffers)]
+
+
+def _add(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+    return held if grad is None else grad if held is None else held.add(grad)
 
 
 def open_window(plan: Plan, flat: FlatState) -> Window:

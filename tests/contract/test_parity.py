@@ -47,7 +47,7 @@ def global_batch(step):
 
 
 def optimizer(name):
-    return fz.sgd(0.05) if name == "sgd" else fz.adamw(fz.schedules.linear(0.02, 0.0, 40), weight_decay=0.1)
+    return fz.sgd(0.01) if name == "sgd" else fz.adamw(fz.schedules.linear(0.02, 0.0, 40), weight_decay=0.1)
 
 
 def setting(dtype):
