@@ -111,7 +111,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         spec, where = self.spec, self.path or "leaf"
-        for said, axes in ((spec.partition, spec.partition.axes), ("flat", spec.flat), ("unreduced", spec.unreduced)):
+        for said, axes in (
+            (spec.partition, spec.partition.axes),
+            (f"flat={spec.flat}", spec.flat),
+            (f"unreduced={spec.unreduced}", spec.unreduced),
+        ):
             for axis in axes:
                 if axis not in self.mesh.names:
                     raise ValueError(f"{where}: {said} names axis {axis!r}, not in the mesh {self.mesh.describe()}")

@@ -99,7 +99,7 @@ def close_window(plan: Plan, window: Window) -> tuple[list[bool], torch.Tensor, 
     """
     mesh = plan.mesh
     if mesh.world == 1:
-        return window.used, window.weight, window.loss, window.aux
+        return window.used, window.weight.clone(), window.loss.clone(), tree_lib.map(torch.clone, window.aux)
     count = len(tree_lib.leaves(window.aux))
     scalars = torch.stack([window.weight, window.loss])
     on_host = scalars.device.type == "cpu"

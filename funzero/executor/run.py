@@ -212,7 +212,7 @@ def _new_buffers(
         new = new.to(before.dtype)
         return new if skip is None else torch.where(skip, before, new)
 
-    return [merge(a, b) for a, b in zip(window.buffers, old, strict=True)]
+    return [merge(a, b).detach() for a, b in zip(window.buffers, old, strict=True)]
 
 
 def _mean_buffer(own: torch.Tensor, share: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -1,0 +1,180 @@
+"""Bad input: a clear error that names leaf, expectation, finding and fix, and nothing changed."""
+
+import collections
+
+import pytest
+import torch
+
+import funzero as fz
+from funzero import _compat
+from tests.ranks import pool
+
+
+def make(loss_fn=lambda p, b: (p["w"] * b["x"].mean()).sum(), stage=0, **options):
+    params = {"w": torch.ones(4), "b": torch.ones(3)}
+    tx = fz.sgd(0.1)
+    specs = fz.zero_specs(params, tx, fz.make_mesh(dp=-1), stage=stage)
+    return fz.init_state(params, tx, specs=specs), fz.make_step(loss_fn, tx, specs=specs, **options)
+
+
+def refused(text, run, *args, kind=(ValueError, TypeError, RuntimeError)):
+    with pytest.raises(kind) as error:
+        run(*args)
+    assert text in str(error.value), str(error.value)
+
+
+def unchanged(state):
+    return state.params["w"].tolist() == [1.0] * 4 and int(state.step) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"x": torch.ones(5)}, "batch: 5 rows do not split into accumulate=2"),
+        ({"x": torch.ones(4), "y": torch.ones(6, 2)}, "batch: the leaves must share dim 0, got {'x': 4, 'y': 6}"),
+        ({"x": torch.ones(4, device="meta")}, "batch/x: is on meta, the mesh is on cpu"),
+    ],
+)
+def test_batches(batch, text):
+    state, step = make(accumulate=2)
+    refused(text, step, state, batch)
+    assert unchanged(state)
+    state, _ = step(state, {"x": torch.ones(4)})
+    assert int(state.step) == 1, "the state is still good"
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (lambda p, b: p["w"] * 2, "0-dim tensor or fz.Loss with one, got shape [4]"),
+        (lambda p, b: 3.0, "0-dim tensor or fz.Loss with one, got float"),
+        (lambda p, b: None, "got NoneType"),
+        (lambda p, b: p["w"].sum().to(torch.int64), "real floating-point loss, got torch.int64"),
+        (lambda p, b, buffers: p["w"].sum(), "takes buffers but its fz.Loss has none"),
+        (lambda p, b: p["w"].add_(1.0).sum(), "in-place"),
+    ],
+)
+def test_losses(loss_fn, text):
+    state, step = make(loss_fn)
+    refused(text, step, state, {"x": torch.ones(4)})
+    assert unchanged(state)
+
+
+def test_in_place_write_without_gradient_names_the_param():
+    def loss_fn(p, b):
+        with torch.no_grad():
+            p["b"].add_(1.0)
+        return p["w"].sum()
+
+    state, step = make(loss_fn)
+    refused("params/b: loss_fn wrote to this param in place", step, state, {"x": torch.ones(4)})
+
+
+def test_donated_state_used_again():
+    state, step = make()
+    new, _ = step(state, {"x": torch.ones(4)})
+    with pytest.raises(fz.DonatedError, match="use the state that step returned, or make_step"):
+        step(state, {"x": torch.ones(4)})
+    with pytest.raises(fz.DonatedError):
+        state.params["w"] + 1
+    assert new.params["w"].tolist() != [1.0] * 4
+
+
+def test_not_donated_state_stays():
+    state, step = make(donate=False)
+    new, _ = step(state, {"x": torch.ones(4)})
+    assert unchanged(state)
+    again, _ = step(state, {"x": torch.ones(4)})
+    assert torch.equal(new.params["w"], again.params["w"])
+
+
+Pair = collections.namedtuple("Pair", ["a", "b"])
+SHARED = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"a": {"w": None}}, "params/a/w: expected a tensor, got NoneType"),
+        (Pair(torch.ones(2), 3), "params/1: expected a tensor, got int"),
+        ([torch.ones(2), "x"], "params/1: expected a tensor, got str"),
+        ({"w": torch.ones(2, requires_grad=True)}, "params/w: requires grad; pass .detach()"),
+        ({"a": SHARED, "b": SHARED}, "fz.tie(params, {'"),
+        ({"a": SHARED[:3], "b": SHARED[2:]}, "shares memory with params/"),
+    ],
+)
+def test_params_made_by_hand(params, text):
+    refused(text, fz.init_state, params, fz.sgd(0.1))
+
+
+def test_interleaved_views_are_two_leaves():
+    base = torch.arange(6.0).view(3, 2)
+    state = fz.init_state({"a": base[:, 0], "b": base[:, 1]}, fz.sgd(0.1))
+    assert state.params["a"].tolist() == [0.0, 2.0, 4.0]
+
+
+def test_a_tied_tree_trains_as_one_leaf():
+    w = torch.ones((), dtype=torch.float64)
+    params = fz.tie({"tok": w, "head": w}, {"head": "tok"})
+    state = fz.init_state(params, fz.sgd(0.1))
+    step = fz.make_step(lambda p, b: p["tok"] * 2 + p["head"] * 3, fz.sgd(0.1))
+    state, metrics = step(state, {})
+    assert float(state.params["tok"]) == float(state.params["head"]) == 0.5
+    assert float(metrics.grad_norm) == 5.0
+    assert fz.tree.paths(state.params) == ["tok"]
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (lambda: fz.make_step(None, fz.sgd(0.1), accumulate=0), "accumulate is at least 1, got 0"),
+        (lambda: fz.make_step(None, fz.sgd(0.1), reduction="avg"), "reduction is 'mean' or 'sum', got 'avg'"),
+        (lambda: fz.make_step(None, fz.sgd(0.1), max_norm=0.0), "max_norm must be positive or None, got 0.0"),
+        (lambda: fz.make_step(None, fz.sgd(0.1), gather_budget=0), "gather_budget is positive bytes or None, got 0"),
+        (lambda: fz.make_step(None, fz.sgd(0.1), leaf_use="all"), "leaf_use is 'same' or 'any', got 'all'"),
+        (lambda: fz.make_step(None, fz.sgd(0.1), precision="bf16"), "precision: expected one of"),
+        (lambda: fz.make_mesh(dp=3), "1 ranks do not fit the axes {'dp': 3}"),
+        (lambda: fz.make_mesh(dp=-1, tp=-1), "only one axis may be -1"),
+        (lambda: fz.make_mesh(dp=0), "axis sizes are positive or -1"),
+        (lambda: _compat.check_torch_version("2.10.1+cpu"), "funzero needs torch >= 2.11, found 2.10.1+cpu"),
+    ],
+)
+def test_options(run, text):
+    refused(text, run, kind=(ValueError, TypeError, ImportError))
+
+
+def test_a_state_of_another_layout():
+    state, _ = make()
+    other = fz.zero_specs({"w": torch.ones(5)}, fz.sgd(0.1), fz.make_mesh(dp=-1), stage=0)
+    step = fz.make_step(lambda p, b: p["w"].sum(), fz.sgd(0.1), specs=other)
+    refused("the state's layout is not the step's", step, state, {})
+    assert unchanged(state)
+
+
+def run_batches_differ(rank, world, kind):
+    state, step = make(stage=3, accumulate=2)
+    batch = {"x": torch.ones(4)}
+    if rank == 1:
+        batch = {"dtype": {"x": torch.ones(4).double()}, "tree": {"y": torch.ones(4)}, "rows": {"x": torch.ones(3)}}[
+            kind
+        ]
+    try:
+        step(state, batch)
+    except ValueError as error:
+        state, metrics = step(state, {"x": torch.ones(4)})  # the mesh lives on
+        return str(error), int(metrics.step)
+    return "no error", 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("dtype", "rank 0: {x: float32 1-d}; rank 1: {x: float64 1-d}"),
+        ("tree", "rank 0: {x: float32 1-d}; rank 1: {y: float32 1-d}"),
+        ("rows", "3 rows do not split into accumulate=2"),
+    ],
+)
+def test_batches_that_differ_between_ranks(kind, text):
+    for message, steps in pool(2).run(run_batches_differ, kind):
+        assert text in message
+        assert steps == 1
