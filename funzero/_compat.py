@@ -1,5 +1,6 @@
 """Differences between torch versions, and every private name of torch that funzero uses."""
 
+import sys
 from typing import Any
 
 import torch
@@ -40,6 +41,12 @@ _use_count = torch._C._storage_Use_Count
 def storage_is_shared(tensor: torch.Tensor) -> bool:
     """True if another tensor or storage object than `tensor` itself refers to its memory."""
     return _use_count(tensor.untyped_storage()._cdata) > 2
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True for what torch.compile(module) gives."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes a second, and without it nothing is
+    return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 def first_of(module: Any, *names: str) -> Any:

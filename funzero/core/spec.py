@@ -283,10 +283,6 @@ class Specs:
         """The same leaves with `change(layout) -> layout` applied to each."""
         return Specs(self.mesh, self.treedef, tuple(change(x) for x in self.layouts))
 
-    def replicated(self) -> "Specs":
-        """The same leaves, whole on every rank."""
-        return self.map(lambda x: dataclasses.replace(x, spec=Spec()))
-
     @property
     def local_bytes(self) -> int:
         """Bytes that this rank stores."""

@@ -20,8 +20,6 @@ class StateSpecs:
         params, opt_state, buffers: as in the state.
         accum: the sums of an `Accumulator`, also while the state's node is empty.
         grads: finalised gradients, for the norm, the clip and the update.
-        scalars: layout of step, skips, key and the loss scale: replicated.
-        stage: 2 and 3 reduce every micro-batch, 0 and 1 once a window.
     """
 
     params: Specs

@@ -7,7 +7,7 @@ import torch
 
 from funzero.core import collectives, comm
 from funzero.core import tree as tree_lib
-from funzero.core.spec import Layout, Spec, Specs
+from funzero.core.spec import Layout, Specs
 from funzero.core.state import Accumulator, StateSpecs, TrainState
 
 
@@ -125,8 +125,3 @@ def reshard(state: TrainState, specs: StateSpecs) -> TrainState:
     if isinstance(accum, Accumulator):
         accum = dataclasses.replace(accum, grads=reshard_tree(accum.grads, state.specs.accum, specs.accum))
     return dataclasses.replace(state, **moved, accum=accum, specs=specs)
-
-
-def replicated(layout: Layout) -> Layout:
-    """The same leaf, whole."""
-    return dataclasses.replace(layout, spec=Spec())

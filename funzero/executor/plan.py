@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 
@@ -52,16 +51,6 @@ class Plan:
         )
 
     @functools.cached_property
-    def every_micro_batch(self) -> bool:
-        """True if gradients are reduced after each micro-batch (stages 2 and 3), False if once a window."""
-        return any(self.mesh.size(x.spec.flat) > 1 for x in self.specs.accum.layouts)
-
-    @functools.cached_property
-    def gathers(self) -> bool:
-        """True if some param must be gathered before use: then an idle rank joins every micro-batch."""
-        return any(x.ranks > 1 for x in self.specs.params.layouts)
-
-    @functools.cached_property
     def batch_ranks(self) -> int:
         """Ranks that hold different samples."""
         return self.mesh.size(self.mesh.batch)
@@ -74,7 +63,3 @@ class Plan:
     def resolved(self, tx: Transform) -> Transform:
         """The optimizer with its masks evaluated on the global shapes."""
         return resolved(tx, self.specs.grads.abstract())
-
-    def optimized(self, params: list[torch.Tensor]) -> Any:
-        """The tree that the optimizer sees, of the given trained leaves."""
-        return tree_lib.unflatten(self.specs.grads.treedef, params)

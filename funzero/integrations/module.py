@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from funzero import _compat
 from funzero.core import tree as tree_lib
 from funzero.core.abstract import InitThunk
 from funzero.core.scope import Scope, current, scope
 from funzero.core.state import TrainState
 from funzero.executor import place
+from funzero.executor.standin import StandIn
 from funzero.transforms.rng import fold_in, seeded
 
 
@@ -165,6 +167,22 @@ def _install(module: nn.Module, sites: _Sites, params: Mapping[str, torch.Tensor
         outer.on_exit(lambda: _reinstall(sites, previous))
     sites.put(params)
     sites.installed = values
+    if any(isinstance(x, StandIn) for x in values):
+        _feed_compiled(module, outer)
+
+
+def _feed_compiled(module: nn.Module, outer: Scope) -> None:
+    """Dynamo cannot trace a stand-in, so a compiled submodule gets the data of all its leaves when it is called."""
+
+    def hook(sub: nn.Module, args: Any) -> None:
+        for inner in sub.modules():
+            for key, value in inner._parameters.items():
+                if isinstance(value, StandIn):
+                    inner._parameters[key] = value.fetch()  # type: ignore[assignment]
+
+    for sub in module.modules():
+        if _compat.is_compiled(sub):
+            outer.on_exit(sub.register_forward_pre_hook(hook).remove)
 
 
 def _reinstall(sites: _Sites, values: Mapping[str, torch.Tensor]) -> None:

@@ -70,3 +70,37 @@ def test_refused_by_name(name):
         message, values = outcome.value
         assert REFUSED[name][1] in message
         assert values == [2.0, 16.0], "a refusal changes nothing"
+
+
+class Outer(torch.nn.Module):
+    """A model with a part that its user compiled."""
+
+    def __init__(self, backend):
+        super().__init__()
+        inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)).double()
+        self.first = torch.nn.Linear(8, 8).double()
+        self.inner = torch.compile(inner, backend=backend) if backend else inner
+
+    def forward(self, x):
+        return self.inner(self.first(x)).square().sum()
+
+
+def run_compiled(rank, world, backend, budget):
+    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
+    try:
+        torch.manual_seed(0)
+        plain, model = Outer(None), Outer(backend)
+        params = {k: v + 0.01 for k, v in fz.split_module(model)[0].items()}
+        x = torch.randn(3, 8, dtype=torch.float64)
+        own = {k.replace("_orig_mod.", ""): v for k, v in params.items()}
+        want, _ = fz.grad_fn(lambda p: fz.functional_call(plain, p, x))(own)
+        found = through_stand_ins(params, lambda p: fz.functional_call(model, p, x), budget)
+        return [max(float((g[k] - want[k.replace("_orig_mod.", "")]).abs().max()) for k in g) for g in found]
+    finally:
+        session.BUNDLE_BYTES = before
+
+
+@pytest.mark.parametrize("budget", [None, 600])
+def test_a_compiled_submodule_gets_its_leaves_when_it_is_called(budget):
+    for errors in pool(2).run(run_compiled, "aot_eager", budget):
+        assert max(errors) < 1e-12
