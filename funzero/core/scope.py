@@ -14,10 +14,14 @@ _current: contextvars.ContextVar["Scope | None"] = contextvars.ContextVar("funze
 
 
 class Scope:
-    """Callables to run, last first, when the scope ends."""
+    """Callables to run, last first, when the scope ends.
 
-    def __init__(self) -> None:
-        self.in_backward = False
+    Attributes:
+        in_backward: True once the loss is there. lazy: True if params may be stand-ins; scopes within inherit it.
+    """
+
+    def __init__(self, lazy: bool) -> None:
+        self.in_backward, self.lazy = False, lazy
         self._undo: list[Callable[[], None]] = []
 
     def on_exit(self, undo: Callable[[], None]) -> None:
@@ -38,9 +42,10 @@ def current() -> Scope | None:
 
 
 @contextlib.contextmanager
-def scope() -> Iterator[Scope]:
+def scope(lazy: bool = False) -> Iterator[Scope]:
     """Opens a scope; it ends, whatever happens, at the end of the `with` block."""
-    opened = Scope()
+    outer = _current.get()
+    opened = Scope(lazy or (outer is not None and outer.lazy))
     token = _current.set(opened)
     try:
         yield opened

@@ -155,7 +155,7 @@ class Session:
         out = None
         if fn is not None:
             lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
-            with scope(), torch.no_grad():
+            with scope(lazy is not None), torch.no_grad():
                 held, _ = self._inputs(lazy, {}, None)
                 out = fn(tree_lib.unflatten(self.plan.specs.params.treedef, held))
         if self._cache is not None:
@@ -179,7 +179,7 @@ class Session:
             done.used[k] = True
             self._queue.put(k, grad if k not in add else add[k] + grad)  # type: ignore[union-attr]
 
-        with scope() as opened, seeded(micro.key, plan.mesh.device), torch.enable_grad():
+        with scope(lazy is not None) as opened, seeded(micro.key, plan.mesh.device), torch.enable_grad():
             held, wanted = self._inputs(lazy, place, on_grad)
             params = tree_lib.unflatten(plan.specs.params.treedef, held)
             if lazy is None:

@@ -167,7 +167,7 @@ def _install(module: nn.Module, sites: _Sites, params: Mapping[str, torch.Tensor
         outer.on_exit(lambda: _reinstall(sites, previous))
     sites.put(params)
     sites.installed = values
-    if any(isinstance(x, StandIn) for x in values):
+    if outer.lazy:
         _feed_compiled(module, outer)
 
 
