@@ -31,7 +31,7 @@ from funzero.cli.demo_worker import load_example
 from funzero.cli.interrupt import INTERRUPTED
 from funzero.cli.report import clock, loss_curve, verdict_table
 
-DEFAULTS = {"ranks": 2, "stage": 3, "steps": 3400, "device": "auto", "seed": 0}
+DEFAULTS = {"ranks": 2, "stage": 3, "steps": 2400, "device": "auto", "seed": 0}
 LOG_LINES = 60
 QUIT_S = 5.0
 SHOW_CURSOR = "\x1b[?25h"

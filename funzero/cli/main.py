@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     # No default here: with --resume what is not given is taken from the run that goes on.
     demo.add_argument("--ranks", type=_at_least(1), metavar="N", help="processes, 1, 2, 4 or 8 (default 2)")
     demo.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (default 3)")
-    demo.add_argument("--steps", type=_at_least(1), metavar="N", help="steps of training (default 3400)")
+    demo.add_argument("--steps", type=_at_least(1), metavar="N", help="steps of training (default 2400)")
     demo.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the run folder")
     demo.add_argument("--device", choices=("auto", "cpu", "gpu"), help="default auto: GPUs if there are any")
     demo.add_argument("--seed", type=_at_least(0), metavar="N", help="of weights, data and the sample (default 0)")
