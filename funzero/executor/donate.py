@@ -52,7 +52,7 @@ def make_writable(leaves: list[torch.Tensor], places: list[int], donate: bool) -
     shared = _compat.storage_is_shared
     for i in places:
         leaf = leaves[i]
-        leaves[i] = leaf.detach() if donate and not shared(leaf) else leaf.clone()
+        leaves[i] = leaf.data if donate and not shared(leaf) else leaf.clone()
 
 
 def private(leaves: list[torch.Tensor]) -> list[torch.Tensor]:

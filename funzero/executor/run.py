@@ -42,11 +42,12 @@ class Bound:
         self.program = Program()
         self.small = SmallReductions(self.plan, frozenset(self.placement.micro_routes))
         self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())
+        self._all = tuple(range(len(specs.grads.layouts)))
         self._selections: dict[tuple[int, ...], Selection] = {}
 
     def selection(self, used: list[bool]) -> Selection:
         """The plans for the leaves that took part."""
-        chosen = tuple(i for i, flag in enumerate(used) if flag)
+        chosen = self._all if all(used) else tuple(i for i, flag in enumerate(used) if flag)
         found = self._selections.pop(chosen, None) or Selection(self.plan, self.tx, chosen)
         if len(self._selections) == KEPT_SELECTIONS:
             del self._selections[next(iter(self._selections))]

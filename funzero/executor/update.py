@@ -45,7 +45,9 @@ class Selection:
             accum, grads = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts
             self._reductions[left] = ReducePlan(tuple(accum[i] for i in left), tuple(grads[i] for i in left))
         layouts = self.plan.specs.accum.layouts
-        sums = [or_zeros(window.sums[i], layouts[i]) for i in left]
+        sums: list[Any] = [window.sums[i] for i in left]
+        if any(x is None for x in sums):
+            sums = [or_zeros(x, layouts[i]) for x, i in zip(sums, left, strict=True)]
         window.sums = []
         done = self._reductions[left].run(sums)
         if not window.final:

@@ -94,7 +94,8 @@ class NormPlan:
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)
         chosen, slots = self._small
         if chosen:
-            flat = _compat.flatten_dense([_real(grads[i]) for i in chosen]).double()
+            parts = [x if x.is_contiguous() and not x.is_complex() else _real(x) for x in (grads[i] for i in chosen)]
+            flat = _compat.flatten_dense(parts).double()
             sums.index_add_(0, collectives.on_device(slots, device), flat.square())
         for i, first, end, chunk in self._large:
             sums[first:end] = chunk_squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
