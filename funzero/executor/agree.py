@@ -100,10 +100,11 @@ def close_window(plan: Plan, window: Window) -> tuple[list[bool], torch.Tensor, 
     mesh = plan.mesh
     if mesh.world == 1:
         return window.used, window.weight.clone(), window.loss.clone(), tree_lib.map(torch.clone, window.aux)
-    count = len(tree_lib.leaves(window.aux))
+    names = tree_lib.paths(window.aux)
+    signature = zlib.crc32("\n".join(names).encode()) if names else 0
     scalars = torch.stack([window.weight, window.loss])
     on_host = scalars.device.type == "cpu"
-    flags = torch.tensor([count, *window.used], dtype=torch.float64)
+    flags = torch.tensor([signature, *window.used], dtype=torch.float64)
     rows = mesh.gather_host(torch.cat([scalars, flags]) if on_host else flags)
     if on_host:
         peers = mesh.peers(mesh.batch)

@@ -88,7 +88,7 @@ def gather(tree: Any, specs: Specs) -> Any:
 
 def _move(local: torch.Tensor, old: Layout, new: Layout) -> torch.Tensor:
     if old.spec == new.spec and old.mesh == new.mesh:
-        return local.detach()  # a leaf object of its own: donating one state must not poison the other
+        return local
     full = whole(local, old)
     part = store(cut(full, new), new)
     if new.spec.unreduced and new.mesh.index(new.spec.unreduced):
@@ -116,12 +116,14 @@ def reshard(state: TrainState, specs: StateSpecs) -> TrainState:
     """
     if state.specs is None:
         raise ValueError("reshard: the state has no specs; make it with init_state")
+    before = state.specs
+    state = tree_lib.map(torch.Tensor.detach, state)  # leaf objects of its own: donating one must not poison the other
     moved = {}
-    for field, old in state.specs.fields.items():
+    for field, old in before.fields.items():
         if field == "accum":
             continue
         moved[field] = reshard_tree(getattr(state, field), old, specs.fields[field])
     accum = state.accum
     if isinstance(accum, Accumulator):
-        accum = dataclasses.replace(accum, grads=reshard_tree(accum.grads, state.specs.accum, specs.accum))
+        accum = dataclasses.replace(accum, grads=reshard_tree(accum.grads, before.accum, specs.accum))
     return dataclasses.replace(state, **moved, accum=accum, specs=specs)

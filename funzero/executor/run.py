@@ -138,7 +138,10 @@ class Runner:
         device = bound.plan.mesh.device
         if device.type == "cpu" and int(state.skips) >= self._options.max_skips:
             count = int(state.skips)
-            raise SkipLimitError(f"{count} steps in a row were skipped (max_skips={count}){self._bad_leaf}")
+            raise SkipLimitError(
+                f"{count} steps in a row were skipped (max_skips={self._options.max_skips}){self._bad_leaf}; "
+                "mend the data or the rate, or allow more with make_step(max_skips=...)"
+            )
         kinds = (
             {x.device.type for x in tree_lib.leaves(batch) if isinstance(x, torch.Tensor)}
             if batch is not EMPTY
@@ -182,7 +185,8 @@ class Runner:
             try:
                 update_leaves(selection, flat, grads, flag, options.donate)
             except BaseException:
-                poison(flat.old, spent=options.donate)
+                if options.donate:
+                    poison(flat.old, spent=True)
                 raise
             flat.buffers = _new_buffers(plan, window, flat.buffers, weight, flag)
         flat.step = flat.step + ~skip

@@ -7,7 +7,7 @@ import torch
 
 import funzero as fz
 from funzero import _compat
-from tests.ranks import pool
+from tests.ranks import RankError, pool
 
 
 def make(loss_fn=lambda p, b: (p["w"] * b["x"].mean()).sum(), stage=0, **options):
@@ -178,3 +178,15 @@ def test_batches_that_differ_between_ranks(kind, text):
     for message, steps in pool(2).run(run_batches_differ, kind):
         assert text in message
         assert steps == 1
+
+
+def extras_differ(rank, world):
+    params, tx = {"w": torch.ones(4)}, fz.sgd(0.1)
+    state = fz.init_state(params, tx, specs=fz.zero_specs(params, tx, fz.make_mesh(dp=-1), stage=1))
+    step = fz.make_step(lambda p, b: fz.Loss(p["w"].sum(), aux={"ab"[rank]: 1.0}), tx)
+    return step(state, {})[1].aux
+
+
+def test_extras_of_other_names_are_not_added_up():
+    with pytest.raises(RankError, match=r"Loss\.aux: its leaves differ between ranks: rank 0: a; rank 1: b"):
+        pool(2).run(extras_differ)
