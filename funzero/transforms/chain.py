@@ -31,6 +31,7 @@ def chain(*parts: Transform, name: str = "chain") -> Transform:
 
     Returns: a transform whose state is a dict with one entry for each part, named after it.
 
+    >>> import torch
     >>> import funzero as fz
     >>> tx = fz.chain(fz.scale_by_adam(), fz.scale_by_learning_rate(1e-3))
     >>> sorted(tx.init({"w": torch.zeros(2)}))
