@@ -35,12 +35,23 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_use_count = torch._C._storage_Use_Count
+storage_use_count = torch._C._storage_Use_Count
+UNSHARED = 2  # users of a storage that a single tensor refers to: the tensor, and the object that asks
 
 
 def storage_is_shared(tensor: torch.Tensor) -> bool:
     """True if another tensor or storage object than `tensor` itself refers to its memory."""
-    return _use_count(tensor.untyped_storage()._cdata) > 2
+    return storage_use_count(tensor.untyped_storage()._cdata) > UNSHARED
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone whose memory is copied when one of the two is written to."""
+    return torch._lazy_clone(tensor)
+
+
+def is_lazy_clone(tensor: torch.Tensor) -> bool:
+    """False once it was written to, or handed to a kernel that asks for memory it may write to."""
+    return torch._C._is_cow_tensor(tensor)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -15,11 +15,12 @@ AHEAD = 2  # entries of the list that are posted before they are asked for
 
 
 class Program:
-    """What is remembered of one loss function between micro-batches: the lists, once they are agreed."""
+    """What is remembered of one loss function between micro-batches: the lists, once they are agreed, and that it ran."""
 
     def __init__(self) -> None:
         self.gathers: tuple[Gather, ...] | None = None
         self.reductions: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.tried = False
 
 
 @dataclasses.dataclass(frozen=True)

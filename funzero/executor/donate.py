@@ -24,13 +24,13 @@ class _Donated(torch.Tensor):
 
 
 class _Spent(torch.Tensor):
-    """What the leaves of a state become when a step fails in the middle of its update."""
+    """What the leaves of a state become when a step fails after they have changed."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise SpentStateError(
-            "this state is spent: the step failed after its update had begun, so it holds a mixture of two steps; "
-            "restore a checkpoint, or make_step(donate=False) to keep the old state"
+            "this state is spent: a step failed after this leaf had changed, so the state is a mixture of two steps; "
+            "restore a checkpoint"
         )
 
 
@@ -49,10 +49,14 @@ def check_usable(leaf: torch.Tensor) -> None:
 
 def make_writable(leaves: list[torch.Tensor], places: list[int], donate: bool) -> None:
     """Replaces leaves by new ones that may be written to: on the same storage if it may be reused, else copies."""
-    shared = _compat.storage_is_shared
+    if not donate:
+        for i in places:
+            leaves[i] = leaves[i].clone()
+        return
+    users, most = _compat.storage_use_count, _compat.UNSHARED
     for i in places:
         leaf = leaves[i]
-        leaves[i] = leaf.data if donate and not shared(leaf) else leaf.clone()
+        leaves[i] = leaf.data if users(leaf.untyped_storage()._cdata) <= most else leaf.clone()
 
 
 def private(leaves: list[torch.Tensor]) -> list[torch.Tensor]:

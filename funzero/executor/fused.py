@@ -18,6 +18,17 @@ Reader = Callable[[list[torch.Tensor]], float]
 
 
 @dataclasses.dataclass(frozen=True)
+class Group:
+    """Leaves that one kernel call serves: places among the chosen ones, and of their state in opt_state."""
+
+    places: list[int]
+    mu: list[int]
+    nu: list[int]
+    count: list[int]
+    decays: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class FusedAdam:
     """adam or adamw: where its parts lie among the leaves of opt_state.
 
@@ -33,16 +44,29 @@ class FusedAdam:
     schedule_counts: list[int]
     hyper: dict[str, Reader]
 
-    def written(self, chosen: list[int]) -> list[int]:
+    def written(self, chosen: tuple[int, ...]) -> list[int]:
         """The places in opt_state that an update of the chosen trained leaves writes to."""
         return [where[i] for where in (self.mu, self.nu) for i in chosen] + self.schedule_counts
+
+    def groups(self, chosen: tuple[int, ...], dtypes: list[torch.dtype]) -> list[Group]:
+        """The chosen trained leaves in groups that one kernel call serves; `dtypes` are theirs, in order."""
+        kinds = [(d, self.decays[i]) for d, i in zip(dtypes, chosen, strict=True)]
+        return [
+            self._group(chosen, [k for k, other in enumerate(kinds) if other == kind]) for kind in dict.fromkeys(kinds)
+        ]
+
+    def _group(self, chosen: tuple[int, ...], places: list[int]) -> Group:
+        leaves = [chosen[k] for k in places]
+        where = [[column[i] for i in leaves] for column in (self.mu, self.nu, self.count)]
+        return Group(places, *where, decays=self.decays[leaves[0]])
 
     def run(
         self,
         params: list[torch.Tensor],
         grads: list[torch.Tensor],
         opt_state: list[torch.Tensor],
-        chosen: list[int],
+        chosen: tuple[int, ...],
+        groups: list[Group],
         skip: torch.Tensor | None,
     ) -> None:
         """Updates in place.
@@ -53,15 +77,13 @@ class FusedAdam:
             skip: 0-dim bool on the device, or None when this update is known to happen.
         """
         h = {name: read(opt_state) for name, read in self.hyper.items()}
-        kinds = [(p.dtype, self.decays[i]) for p, i in zip(params, chosen, strict=True)]
         self._advance(opt_state, chosen, skip)
-        for kind in dict.fromkeys(kinds):
-            decays, places = kind[1], [k for k, other in enumerate(kinds) if other == kind]
+        for g in groups:
             columns = [
-                [params[k] for k in places],
-                [grads[k] for k in places],
-                [opt_state[self.mu[chosen[k]]] for k in places],
-                [opt_state[self.nu[chosen[k]]] for k in places],
+                [params[k] for k in g.places],
+                [grads[k] for k in g.places],
+                [opt_state[i] for i in g.mu],
+                [opt_state[i] for i in g.nu],
             ]
             kernel = functools.partial(
                 _kernel,
@@ -69,19 +91,19 @@ class FusedAdam:
                 beta1=h["b1"],
                 beta2=h["b2"],
                 eps=h["eps"],
-                weight_decay=h["weight_decay"] if decays else 0.0,
+                weight_decay=h["weight_decay"] if g.decays else 0.0,
                 found_inf=None if skip is None else skip.to(torch.float32),
             )
-            run_in_vectors(columns, [opt_state[self.count[chosen[k]]] for k in places], kernel, written=[0, 2, 3])
+            run_in_vectors(columns, [opt_state[i] for i in g.count], kernel, written=[0, 2, 3])
 
-    def _advance(self, opt_state: list[torch.Tensor], chosen: list[int], skip: torch.Tensor | None) -> None:
+    def _advance(self, opt_state: list[torch.Tensor], chosen: tuple[int, ...], skip: torch.Tensor | None) -> None:
         """Adds 1 to the counts of the chosen leaves, which all become views of one new tensor, and of the schedules."""
         counts = torch.stack([opt_state[i] for i in self.count])
         one: Any = 1 if skip is None else (~skip).to(torch.int32)
         if len(chosen) == len(self.count):
             counts += one
         else:
-            counts[torch.tensor(chosen, device=counts.device)] += one
+            counts[torch.tensor(list(chosen), device=counts.device)] += one
         for i, count in zip(self.count, counts.unbind(), strict=True):
             opt_state[i] = count
         for i in self.schedule_counts:

@@ -13,6 +13,7 @@ from funzero.core.scope import scope
 from funzero.core.spec import Layout
 from funzero.executor.anchors import Anchor, new_source
 from funzero.executor.cache import FINISHED, CacheOptions, GatherCache, Program
+from funzero.executor.handed import Handed
 from funzero.executor.lazy import LazyLeaves
 from funzero.executor.micro import MicroBatch, call_loss
 from funzero.executor.plan import Plan
@@ -38,9 +39,14 @@ class Placement:
         return [dataclasses.replace(x, dtype=d) for x, d in pairs]
 
     @functools.cached_property
-    def accum_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the accumulator, by trained leaf."""
-        return [x.dtype for x in self.plan.specs.accum.layouts]
+    def widened(self) -> dict[int, torch.dtype]:
+        """The accumulator's dtype of the trained leaves whose gradients come in another one."""
+        accum = self.plan.specs.accum.layouts
+        return {
+            k: a.dtype
+            for (k, a), i in zip(enumerate(accum), self.plan.trained, strict=True)
+            if self.layouts[i].dtype != a.dtype
+        }
 
     @functools.cached_property
     def lazy(self) -> dict[int, Layout]:
@@ -155,9 +161,12 @@ class Session:
         out = None
         if fn is not None:
             lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
+            handed = Handed(self._leaves, self._placement.lazy, copy_on_write=not self._program.tried)
             with scope(lazy is not None), torch.no_grad():
-                held, _ = self._inputs(lazy, {}, None)
+                held, _ = self._inputs(handed.leaves, lazy, {}, None)
                 out = fn(tree_lib.unflatten(self.plan.specs.params.treedef, held))
+            handed.check(self.plan.specs.params.layouts)
+            self._program.tried = True
         if self._cache is not None:
             self._cache.finish()
         return out
@@ -171,7 +180,7 @@ class Session:
         done: "Differentiated",
     ) -> None:
         plan = self.plan
-        before = [x._version for x in self._leaves]
+        handed = Handed(self._leaves, self._placement.lazy, copy_on_write=not self._program.tried)
         lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
         place = plan.place_of_trained
 
@@ -180,7 +189,7 @@ class Session:
             self._queue.put(k, grad if k not in add else add[k] + grad)  # type: ignore[union-attr]
 
         with scope(lazy is not None) as opened, seeded(micro.key, plan.mesh.device), torch.enable_grad():
-            held, wanted = self._inputs(lazy, place, on_grad)
+            held, wanted = self._inputs(handed.leaves, lazy, place, on_grad)
             params = tree_lib.unflatten(plan.specs.params.treedef, held)
             if lazy is None:
                 loss = call_loss(loss_fn, takes, params, micro)
@@ -191,11 +200,8 @@ class Session:
             grads = gradients(loss.total, list(wanted.values()))
         if lazy is not None:
             lazy.close()
-        after = [x._version for x in self._leaves]
-        if after != before:
-            changed = next(i for i, (a, b) in enumerate(zip(after, before, strict=True)) if a != b)
-            path = plan.specs.params.layouts[changed].path
-            raise RuntimeError(f"{path}: loss_fn wrote to this param in place; params are constants, return new values")
+        handed.check(plan.specs.params.layouts)
+        self._program.tried = True
         done.loss = detached(loss)  # with its graph it would keep alive what the anchors of the graph refer to
         if self._queue is None:
             done.grads, done.used = grads, [g is not None for g in grads]
@@ -205,27 +211,26 @@ class Session:
                 done.grads[k], done.used[k] = grad, grad is not None
 
     def _inputs(
-        self, lazy: LazyLeaves | None, place: dict[int, int], on_grad: Any
+        self, leaves: list[torch.Tensor], lazy: LazyLeaves | None, place: dict[int, int], on_grad: Any
     ) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """What the loss function sees, and what to differentiate with respect to, by trained leaf."""
         if lazy is None and self._queue is None:
-            plain = [x.detach() for x in self._leaves]
-            return plain, {k: plain[i].requires_grad_() for i, k in place.items()}
+            return leaves, {k: leaves[i].requires_grad_() for i, k in place.items()}
         held: list[Any] = []
         wanted: dict[int, torch.Tensor] = {}
-        for i, x in enumerate(self._leaves):
+        for i, x in enumerate(leaves):
             k, made = place.get(i), x
             if lazy is not None and i in self._placement.lazy:
                 made, source = lazy.stand_in(i, None if k is None else functools.partial(on_grad, k))
                 if k is not None and source is not None:
                     wanted[k] = source
             elif k is None:
-                made = x.detach()
+                pass
             elif self._queue is not None and self._queue.takes(k):
                 wanted[k] = new_source(x.device, x.dtype)
                 made = Anchor.apply(wanted[k], x, functools.partial(on_grad, k))
             else:
-                made = wanted[k] = x.detach().requires_grad_()
+                wanted[k] = x.requires_grad_()
             held.append(made)
         return held, wanted
 

@@ -87,7 +87,12 @@ class Selection:
     @functools.cached_property
     def written(self) -> list[int]:
         """The places in opt_state that the fused form writes to."""
-        return self.kernel.written(list(self.chosen)) if self.kernel else []
+        return self.kernel.written(self.chosen) if self.kernel else []
+
+    @functools.cached_property
+    def kernel_groups(self) -> list[fused.Group]:
+        """The chosen leaves as the fused form takes them."""
+        return self.kernel.groups(self.chosen, [x.dtype for x in self.layouts]) if self.kernel else []
 
     @functools.cached_property
     def params_at(self) -> list[int]:
@@ -142,7 +147,7 @@ def update_leaves(
     pieces = [flat.params[i] if part is None else place.cut_flat(flat.params[i], part) for i, part in selection.parts]
     if selection.kernel is not None:
         make_writable(flat.opt_state, selection.written, donate)
-        selection.kernel.run(pieces, grads, flat.opt_state, list(selection.chosen), skip)
+        selection.kernel.run(pieces, grads, flat.opt_state, selection.chosen, selection.kernel_groups, skip)
     else:
         _composed(selection, pieces, flat, grads, skip)
     _make_whole(selection, flat, pieces)

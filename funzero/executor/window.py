@@ -45,8 +45,9 @@ class Window:
                 grads[i] = x
             else:
                 self.final[i] = x
-        dtypes = placement.accum_dtypes
-        grads = [g if g is None or g.dtype == d else g.to(d) for g, d in zip(grads, dtypes, strict=True)]
+        for i, dtype in placement.widened.items():
+            if (g := grads[i]) is not None:
+                grads[i] = g.to(dtype)
         self.sums = [_add(held, g) for held, g in zip(self.sums, grads, strict=True)] if self.times else grads
         self.used = [a or b for a, b in zip(self.used, done.used, strict=True)]
         self.times += 1

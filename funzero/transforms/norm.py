@@ -71,6 +71,10 @@ class NormPlan:
         return chosen, np.concatenate(slots) if slots else np.zeros(0, dtype=np.int32)
 
     @functools.cached_property
+    def _complex(self) -> list[bool]:
+        return [self.layouts[i].dtype.is_complex for i in self._small[0]]
+
+    @functools.cached_property
     def _large(self) -> list[tuple[int, int, int, int]]:
         """(leaf, first slot, end, chunk size) of the other leaves that this rank owns."""
         small = set(self._small[0])
@@ -94,7 +98,7 @@ class NormPlan:
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)
         chosen, slots = self._small
         if chosen:
-            parts = [x if x.is_contiguous() and not x.is_complex() else _real(x) for x in (grads[i] for i in chosen)]
+            parts = [_real(grads[i]) if odd else grads[i] for i, odd in zip(chosen, self._complex, strict=True)]
             flat = _compat.flatten_dense(parts).double()
             sums.index_add_(0, collectives.on_device(slots, device), flat.square())
         for i, first, end, chunk in self._large:

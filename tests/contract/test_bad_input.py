@@ -24,7 +24,8 @@ def refused(text, run, *args, kind=(ValueError, TypeError, RuntimeError)):
 
 
 def unchanged(state):
-    return state.params["w"].tolist() == [1.0] * 4 and int(state.step) == 0
+    whole = state.params["w"].tolist() == [1.0] * 4 and state.params["b"].tolist() == [1.0] * 3
+    return whole and int(state.step) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,14 +61,51 @@ def test_losses(loss_fn, text):
     assert unchanged(state)
 
 
-def test_in_place_write_without_gradient_names_the_param():
+def write_without_gradient(p):
+    with torch.no_grad():
+        p["b"].add_(1.0)
+
+
+def write_to_data(p):
+    p["b"].data.mul_(2.0).add_(1.0)
+
+
+def write_by_copy(p):
+    with torch.no_grad():
+        p["b"][:1].copy_(torch.tensor([7.0]))
+
+
+WRITES = [write_without_gradient, write_to_data, write_by_copy]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_in_place_write_names_the_param_and_changes_nothing(write):
     def loss_fn(p, b):
-        with torch.no_grad():
-            p["b"].add_(1.0)
+        write(p)
         return p["w"].sum()
 
     state, step = make(loss_fn)
     refused("params/b: loss_fn wrote to this param in place", step, state, {"x": torch.ones(4)})
+    assert unchanged(state)
+    with pytest.raises(RuntimeError, match="params/b: loss_fn wrote"):
+        fz.make_eval(loss_fn)(state, {"x": torch.ones(4)})
+    assert unchanged(state)
+
+
+def test_in_place_write_in_a_later_step_spends_the_state():
+    bad = False
+
+    def loss_fn(p, b):
+        if bad:
+            write_without_gradient(p)
+        return p["w"].sum()
+
+    state, step = make(loss_fn)
+    state, _ = step(state, {"x": torch.ones(4)})
+    bad = True
+    refused("params/b: loss_fn wrote to this param in place", step, state, {"x": torch.ones(4)})
+    with pytest.raises(fz.SpentStateError, match="restore a checkpoint"):
+        step(state, {"x": torch.ones(4)})
 
 
 def test_donated_state_used_again():
