@@ -48,6 +48,22 @@ class Attach(torch.autograd.Function):
         return grad, None
 
 
+class Recast(torch.autograd.Function):
+    """(anchor, dtype) -> an anchor of the same leaf in another dtype, a child of the first."""
+
+    @staticmethod
+    def forward(anchor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return memoryless(tuple(anchor.shape), dtype, anchor.device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.to(ctx.dtype), None
+
+
 def new_source(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """What the gradient call differentiates with respect to, in place of a leaf: an empty tensor."""
     return torch.empty(0, dtype=dtype, device=device, requires_grad=True)

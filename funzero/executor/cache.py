@@ -7,7 +7,7 @@ import torch
 
 from funzero.core.collectives import Pending, post_gather
 from funzero.core.mesh import Mesh
-from funzero.core.spec import Layout
+from funzero.executor.forms import Forms
 from funzero.executor.gather_list import Gather, plan_gathers
 
 FINISHED = -1
@@ -32,26 +32,25 @@ class CacheOptions:
 
 
 class GatherCache:
-    """Whole pieces of cut leaves by index, within a budget; lives for one call of a step.
+    """Whole pieces of cut leaves by form (see `Forms`), within a budget; lives for one call of a step.
 
     Args:
-        layouts: of the lazy leaves, by index, in the compute dtype. shards: their local data.
+        forms: of the lazy leaves, in the compute dtype and others. shards: the leaves' local data.
         round_: asks all ranks: takes the leaf that this one needs (or FINISHED), gives every rank's answer.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        layouts: dict[int, Layout],
+        forms: Forms,
         shards: dict[int, torch.Tensor],
         options: CacheOptions,
         program: Program,
         round_: Callable[[int], list[int]],
     ):
-        self._mesh, self._layouts, self._shards = mesh, layouts, shards
+        self._mesh, self._forms, self._shards = mesh, forms, shards
         self._budget, self._always_ask = options.budget, options.always_ask
         self._program, self._round = program, round_
-        self._sizes = {k: x.n * x.dtype.itemsize for k, x in layouts.items()}
         self.leaf_of_storage: dict[int, int] = {}
         self.on_drop: Callable[[int], object] = lambda leaf: None
         self.bytes = self.peak_bytes = 0
@@ -90,7 +89,7 @@ class GatherCache:
         if leaf in self._data:
             return self._data[leaf]
         evict = []
-        while self._budget is not None and self._data and self.bytes + self._sizes[leaf] > self._budget:
+        while self._budget is not None and self._data and self.bytes + self._forms.bytes(leaf) > self._budget:
             victim = next(iter(self._data))
             self._drop(victim)
             evict.append(victim)
@@ -104,7 +103,7 @@ class GatherCache:
         while leaf not in self._flying:
             if self._position == len(gathers):
                 raise RuntimeError(
-                    f"{self._layouts[leaf].path}: rank {self._mesh.rank} uses this leaf where the list of gathers, "
+                    f"{self._forms[leaf].path}: rank {self._mesh.rank} uses this leaf where the list of gathers, "
                     "agreed in the first step, does not serve it; ranks or steps use different leaves: pass "
                     'make_step(leaf_use="any")'
                 )
@@ -124,11 +123,11 @@ class GatherCache:
         self._position += 1
 
     def _post(self, leaf: int) -> None:
-        layout = self._layouts[leaf]
-        self._flying[leaf] = post_gather(self._shards[leaf].to(layout.dtype), layout)
-        self.bytes += self._sizes[leaf]
+        layout = self._forms[leaf]
+        self._flying[leaf] = post_gather(self._shards[self._forms.leaf(leaf)].to(layout.dtype), layout)
+        self.bytes += self._forms.bytes(leaf)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
-        assert self._budget is None or self.bytes <= max(self._budget, self._sizes[leaf]), (
+        assert self._budget is None or self.bytes <= max(self._budget, self._forms.bytes(leaf)), (
             "the gather budget is exceeded"
         )
 
@@ -144,9 +143,9 @@ class GatherCache:
             self._land(leaf)
         whole = self._data.pop(leaf)
         if whole._version != self._versions.pop(leaf):
-            raise RuntimeError(f"{self._layouts[leaf].path}: loss_fn wrote to this param in place; return new values")
+            raise RuntimeError(f"{self._forms[leaf].path}: loss_fn wrote to this param in place; return new values")
         del self.leaf_of_storage[whole.untyped_storage().data_ptr()]
-        self.bytes -= self._sizes[leaf]
+        self.bytes -= self._forms.bytes(leaf)
         self.on_drop(leaf)
 
     def finish(self) -> None:
@@ -179,7 +178,7 @@ class GatherCache:
         if len(kinds) > 1:
             return tuple(self._recorded)
         uses = [k for k in next(iter(kinds), ()) if k != FINISHED]
-        return plan_gathers(uses, self._sizes, self._budget)
+        return plan_gathers(uses, {k: self._forms.bytes(k) for k in uses}, self._budget)
 
     def abandon(self) -> None:
         """Lets go of all data without waiting: after a failure nobody may be there to finish what is under way."""

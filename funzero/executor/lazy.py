@@ -3,13 +3,13 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from funzero.core.spec import Layout
-from funzero.executor.anchors import Anchor, Attach, memoryless, new_source
+from funzero.executor.anchors import Anchor, Attach, Recast, memoryless, new_source
 from funzero.executor.cache import GatherCache
+from funzero.executor.forms import Forms
 from funzero.executor.standin import NO_FUNCTORCH, Born, StandIn, bare
 
 
@@ -21,8 +21,8 @@ class LazyLeaves:
     in the backward.
     """
 
-    def __init__(self, cache: GatherCache, layouts: dict[int, Layout]):
-        self._cache, self._layouts = cache, layouts
+    def __init__(self, cache: GatherCache, forms: Forms):
+        self._cache, self._forms = cache, forms
         self._anchors: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
         cache.on_drop = lambda leaf: self._tracked.pop(leaf, None)
@@ -31,7 +31,7 @@ class LazyLeaves:
         self, leaf: int, on_grad: Callable[[torch.Tensor], None] | None
     ) -> tuple[StandIn, torch.Tensor | None]:
         """What the loss function sees, and the source to differentiate with respect to (None if it does not train)."""
-        layout = self._layouts[leaf]
+        layout = self._forms[leaf]
         shape, dtype, device = layout.piece_shape, layout.dtype, layout.mesh.device
         source = None
         if on_grad is None:
@@ -42,12 +42,33 @@ class LazyLeaves:
             anchor = self._anchors[leaf] = Anchor.apply(source, memoryless(shape, dtype, device), on_grad)
             made = Born.apply(anchor)
             made.anchor = anchor
-        made.path, made.fetch = layout.path, functools.partial(self._fetch, leaf)
-        return made, source
+        return self._named(made, leaf), source
 
-    def _fetch(self, leaf: int) -> torch.Tensor:
+    def _named(self, made: Any, form: int) -> StandIn:
+        fetch = functools.partial(self._fetch, form, made.anchor)
+        made.path, made.fetch = self._forms[form].path, fetch
+        if form == self._forms.leaf(form):
+            made.cast = functools.partial(self._cast, form)
+        else:  # a cast of a cast has lost bits that the leaf still has
+            made.cast = lambda dtype: fetch().to(dtype)
+        return cast(StandIn, made)
+
+    def _cast(self, leaf: int, dtype: torch.dtype) -> StandIn:
+        """The stand-in of a leaf in another dtype; its gradient is cast back on its way to the leaf's anchor."""
+        other, anchor = self._forms.of(leaf, dtype), self._anchors.get(leaf)
+        if anchor is None or not torch.is_grad_enabled():
+            layout = self._forms[other]
+            made = bare(layout.piece_shape, dtype, layout.mesh.device)
+            made.anchor = None
+            return self._named(made, other)
+        if other not in self._anchors:
+            self._anchors[other] = Recast.apply(anchor, dtype)
+        made = Born.apply(self._anchors[other])
+        made.anchor = self._anchors[other]
+        return self._named(made, other)
+
+    def _fetch(self, leaf: int, anchor: torch.Tensor | None) -> torch.Tensor:
         raw = self._cache.get(leaf)
-        anchor = self._anchors.get(leaf)
         if anchor is None or not torch.is_grad_enabled():
             return raw.detach()
         tracked = self._tracked.get(leaf)
@@ -70,7 +91,7 @@ class LazyLeaves:
         if isinstance(tensor, StandIn):
             return tensor
         leaf = self._cache.leaf_of_storage.get(tensor.untyped_storage().data_ptr())
-        if leaf is None or tensor.dtype != self._layouts[leaf].dtype:
+        if leaf is None or tensor.dtype != self._forms[leaf].dtype:
             return tensor
         return leaf, tensor.shape, tensor.stride(), tensor.storage_offset()
 

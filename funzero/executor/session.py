@@ -13,6 +13,7 @@ from funzero.core.scope import scope
 from funzero.core.spec import Layout
 from funzero.executor.anchors import Anchor, new_source
 from funzero.executor.cache import FINISHED, CacheOptions, GatherCache, Program
+from funzero.executor.forms import Forms
 from funzero.executor.handed import Handed
 from funzero.executor.lazy import LazyLeaves
 from funzero.executor.micro import MicroBatch, call_loss
@@ -52,6 +53,11 @@ class Placement:
     def lazy(self) -> dict[int, Layout]:
         """The params that are gathered on use: cut, and too large to travel in a bundle."""
         return {i: x for i, x in enumerate(self.layouts) if x.is_flat and x.n * x.dtype.itemsize >= BUNDLE_BYTES}
+
+    @functools.cached_property
+    def forms(self) -> Forms:
+        """What each of them can be gathered as."""
+        return Forms(self.lazy)
 
     @functools.cached_property
     def _head(self) -> list[Group]:
@@ -120,7 +126,7 @@ class Session:
         if placement.lazy:
             shards = {i: params[i] for i in placement.lazy}
             mesh, options = self.plan.mesh, placement.cache_options
-            self._cache = GatherCache(mesh, placement.lazy, shards, options, program, self._round)
+            self._cache = GatherCache(mesh, placement.forms, shards, options, program, self._round)
 
     def _round(self, want: int) -> list[int]:
         """One round of agreement while recording: who needs which leaf, and whose gradients are ready."""
@@ -160,7 +166,7 @@ class Session:
         """`fn(params)` without gradient; None: this rank has nothing to run, and joins the others."""
         out = None
         if fn is not None:
-            lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
+            lazy = LazyLeaves(self._cache, self._placement.forms) if self._cache is not None else None
             handed = Handed(self._leaves, self._placement.lazy, copy_on_write=not self._program.tried)
             with scope(lazy is not None), torch.no_grad():
                 held, _ = self._inputs(handed.leaves, lazy, {}, None)
@@ -181,7 +187,7 @@ class Session:
     ) -> None:
         plan = self.plan
         handed = Handed(self._leaves, self._placement.lazy, copy_on_write=not self._program.tried)
-        lazy = LazyLeaves(self._cache, self._placement.lazy) if self._cache is not None else None
+        lazy = LazyLeaves(self._cache, self._placement.forms) if self._cache is not None else None
         place = plan.place_of_trained
 
         def on_grad(k: int, grad: torch.Tensor) -> None:

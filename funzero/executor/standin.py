@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from funzero import _compat
+from funzero.executor.forms import DTYPES
 
 _PROPERTIES = (
     "shape",
@@ -60,6 +61,12 @@ def _facts() -> set[Any]:
 
 
 _FACTS = _facts()
+_CASTS = {
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+}
 _OF_ANCHOR = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _NAMED = {"__setitem__", "__set__", "set_", "resize_", "resize_as_"}
 
@@ -74,23 +81,27 @@ class StandIn(torch.Tensor):
     """A leaf without data.
 
     Attributes:
-        path: for messages. fetch: gives the data, tracked by autograd where gradients are on. anchor: see
-            [Note: one anchor per leaf]; None for a leaf that does not train.
+        path: for messages. fetch: gives the data, tracked by autograd where gradients are on. cast: the same in another
+            dtype. anchor: see [Note: one anchor per leaf]; None for a leaf that does not train.
     """
 
     path: str
     fetch: Callable[[], torch.Tensor]
+    cast: Callable[[torch.dtype], torch.Tensor]
     anchor: torch.Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS:
+        if func in _FACTS and not (func is torch.Tensor.type and len(args) > 1):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__repr__:
             return f"StandIn({args[0].path}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         _refuse(func, args, kwargs)
+        dtype = _cast_to(func, args, kwargs)
+        if dtype is not None:
+            return args[0] if dtype == args[0].dtype else args[0].cast(dtype)
         pick = _anchor_of if func in _OF_ANCHOR else _data_of
         return func(*_replace(args, pick), **{k: _replace(v, pick) for k, v in kwargs.items()})
 
@@ -115,6 +126,35 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError(
             f"{written.path}: loss_fn writes to this param in place ({name}); params are constants, return new values"
         )
+
+
+def _cast_to(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
+    """The dtype if a call does nothing but cast a stand-in to another float."""
+    if not args or not isinstance(args[0], StandIn):
+        return None
+    if func in _CASTS and len(args) == 1 and not kwargs:
+        return _CASTS[func]
+    if func is torch.Tensor.to:
+        plain = kwargs.keys() <= {"dtype", "device", "other", "non_blocking"}
+        values = [*args[1:], *(v for k, v in kwargs.items() if k != "non_blocking")]
+        wanted = [_target(x, args[0]) for x in values]
+        if plain and all(d in DTYPES for d in wanted):
+            return next((d for d in wanted if d != args[0].dtype), args[0].dtype)
+    if func in (torch.Tensor.type, torch.Tensor.type_as) and len(args) == 2 and not kwargs:
+        wanted = [_target(args[1], args[0])]
+        return wanted[0] if wanted[0] in DTYPES else None
+    return None
+
+
+def _target(value: Any, leaf: StandIn) -> torch.dtype | None:
+    """The dtype that an argument of `to` asks for; None for a move or anything else."""
+    if isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.device == leaf.device else None
+    if isinstance(value, str | torch.device):
+        return leaf.dtype if torch.device(value) == leaf.device else None
+    return None
 
 
 def _flat(values: Any) -> Any:

@@ -114,6 +114,18 @@ def expressions() -> Iterator[Case]:
     def views(p: Any) -> torch.Tensor:
         return (torch.einsum("bi,ij->bj", x, p["w"]) + p["w"].T.mT[0] + p["w"][-1, :] + p["b"]).square().sum()
 
+    def casts(p: Any) -> torch.Tensor:
+        low = p["w"].to(torch.float32)
+        with torch.no_grad():
+            scale = p["w"].float().abs().max()
+        y = (x.float() @ low) / scale + p["b"].type(torch.float32) + p["b"].to(x.device, torch.float32)
+        return y.double().square().sum() + (x @ low.double()).sum() + (x @ p["w"]).tanh().sum()
+
+    def cast_penalty(p: Any) -> torch.Tensor:
+        low = p["w"].float()
+        (g,) = torch.autograd.grad(torch.tanh(x.float() @ low).sum(), low, create_graph=True)
+        return g.double().square().sum() + (x @ p["w"]).sum() + p["b"].sum()
+
     yield "transposes, slices, einsum", w, views
     yield (
         "regulariser over the tree",
@@ -126,6 +138,8 @@ def expressions() -> Iterator[Case]:
         w,
         lambda p: (x.float() @ p["w"].to(torch.float32)).double().sum() + (x @ p["w"].detach()).sum() * p["b"].sum(),
     )
+    yield "casts used in two ways", w, casts
+    yield "penalty through a cast", w, cast_penalty
     yield "data", w, lambda p: (x @ p["w"].data).square().sum() * 0.1 + (p["w"] ** 2).sum() + p["b"].sum()
     yield "device, new_zeros", w, devices
     yield "custom op", w, lambda p: custom_mm(x, p["w"]).square().sum() + p["b"].sum()

@@ -10,6 +10,7 @@ from funzero.core.collectives import Pending
 from funzero.core.spec import Layout
 from funzero.executor import cache as cache_lib
 from funzero.executor.cache import CacheOptions, GatherCache, Program
+from funzero.executor.forms import Forms
 from funzero.executor.gather_list import plan_gathers
 
 MESH = fz.abstract_mesh(dp=2)
@@ -20,7 +21,7 @@ def make_cache(sizes, budget, gathers):
     shards = {k: torch.zeros(x.local_shape, dtype=torch.uint8) for k, x in layouts.items()}
     program = Program()
     program.gathers = gathers
-    return GatherCache(MESH, layouts, shards, CacheOptions(budget, always_ask=False), program, lambda want: [])
+    return GatherCache(MESH, Forms(layouts), shards, CacheOptions(budget, always_ask=False), program, lambda want: [])
 
 
 @pytest.fixture(autouse=True)

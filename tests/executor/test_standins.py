@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import session
+from funzero.executor import cache, session
 from tests.executor.idioms import REFUSED, expressions, modules
 from tests.ranks import once, pool
 
@@ -104,3 +104,34 @@ def run_compiled(rank, world, backend, budget):
 def test_a_compiled_submodule_gets_its_leaves_when_it_is_called(budget):
     for errors in pool(2).run(run_compiled, "aot_eager", budget):
         assert max(errors) < 1e-12
+
+
+def run_cast(rank, world):
+    """A float32 leaf used in bf16 only: what the loss sees, and in what dtype it was gathered."""
+    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
+    post, cache.post_gather = cache.post_gather, lambda x, layout: gathered.add(layout.dtype) or post(x, layout)
+    seen, gathered = {}, set()
+
+    def loss_fn(p, b):
+        low = p["w"].bfloat16()
+        seen.update(kind=type(low).__name__, dtype=low.dtype, same=p["w"].float() is p["w"])
+        return (b.bfloat16() @ low).float().square().sum()
+
+    try:
+        params = {"w": torch.randn(64, 32, generator=torch.Generator().manual_seed(0))}
+        plain, _ = fz.grad_fn(lambda p: loss_fn(p, torch.ones(4, 64)))(params)
+        specs = fz.zero_specs(params, fz.sgd(1.0), fz.make_mesh(dp=-1), stage=3)
+        state = fz.init_state(params, fz.sgd(1.0), specs=specs)
+        step = fz.make_step(loss_fn, fz.sgd(1.0), specs=specs, gather_budget=6000)
+        new, _ = step(state, torch.ones(4, 64))
+        seen["gathered"] = gathered.copy()
+        whole = fz.gather(new.params, specs.params)["w"]
+        return seen, float((params["w"] - plain["w"] - whole).abs().max() / plain["w"].abs().max())
+    finally:
+        session.BUNDLE_BYTES, cache.post_gather = before, post
+
+
+def test_a_cast_stand_in_is_one_and_travels_cast():
+    for seen, error in pool(2).run(run_cast):
+        assert seen == {"kind": "StandIn", "dtype": torch.bfloat16, "same": True, "gathered": {torch.bfloat16}}
+        assert error < 1e-6
