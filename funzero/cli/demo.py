@@ -27,7 +27,7 @@ import funzero as fz
 from funzero.cli import run_folder
 from funzero.cli.baselines import baselines
 from funzero.cli.corpus import Corpus, load_corpus
-from funzero.cli.demo_worker import load_example
+from funzero.cli.demo_worker import ESTIMATE_FROM, load_example
 from funzero.cli.interrupt import INTERRUPTED
 from funzero.cli.report import clock, loss_curve, verdict_table
 
@@ -108,7 +108,7 @@ def _placed(ranks: int, device: str, rows: int) -> tuple[int, str]:
 def _launch(out: Path, config: dict[str, Any], corpus: Corpus, ranks: int) -> int:
     with (out / run_folder.LOG).open("w") as log, _asked_to_stop() as asked:
         process = _start(out, config["device"], ranks, log)
-        levels = _in_background(_baselines, out, config["data"]["sha256"], corpus)
+        levels = _in_background(_baselines, out, config["data"]["sha256"], corpus, process)
         quits = _look_after(process, ranks, out / run_folder.RANKS, asked)
     result = run_folder.read_json(out / run_folder.RESULT)
     if result:
@@ -209,13 +209,21 @@ def _in_background(fn: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-def _baselines(out: Path, digest: str, corpus: Corpus) -> dict[str, float]:
+def _baselines(out: Path, digest: str, corpus: Corpus, process: subprocess.Popen[bytes]) -> dict[str, float]:
+    """Bits of the baselines; the time estimate comes first, since on a small machine both would share the cores."""
+    metrics, before = out / run_folder.METRICS, _lines(out / run_folder.METRICS)
+    while process.poll() is None and _lines(metrics) < before + ESTIMATE_FROM:
+        time.sleep(0.2)
     path = out / run_folder.BASELINES
     known = run_folder.read_json(path)
     if known.get("data") != digest:
         known = {"data": digest, "bits": baselines(corpus.train, corpus.heldout)}
         run_folder.write_json(path, known)
     return known["bits"]
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _report(out: Path, config: dict[str, Any], result: dict[str, Any], levels: Future[dict[str, float]]) -> int:
