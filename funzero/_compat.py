@@ -51,7 +51,7 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_lazy_clone(tensor: torch.Tensor) -> bool:
     """False once it was written to, or handed to a kernel that asks for memory it may write to."""
-    return torch._C._is_cow_tensor(tensor)
+    return torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -1,6 +1,8 @@
 """A state as lists: flattened once when a call begins, made a tree again once when it ends."""
 
 import dataclasses
+import itertools
+import operator
 from typing import Any
 
 import torch
@@ -42,7 +44,8 @@ class FlatState:
         """The new state; under donation it takes over every leaf of the old one, which then raise."""
         leaves = [self.step, *self.params, *self.opt_state, self.skips, self.key, *self.buffers]
         if donate:
-            leaves = [x.detach() if x is y else x for x, y in zip(leaves, self.old, strict=False)]
+            for i in itertools.compress(itertools.count(), map(operator.is_, leaves, self.old)):
+                leaves[i] = leaves[i].detach()
             if self.accum is not EMPTY_NODE:
                 kept = {id(x) for x in self.old}
                 self.accum = tree_lib.map(lambda x: x.detach() if id(x) in kept else x, self.accum)

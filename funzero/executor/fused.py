@@ -57,8 +57,8 @@ class FusedAdam:
 
     def _group(self, chosen: tuple[int, ...], places: list[int]) -> Group:
         leaves = [chosen[k] for k in places]
-        where = [[column[i] for i in leaves] for column in (self.mu, self.nu, self.count)]
-        return Group(places, *where, decays=self.decays[leaves[0]])
+        mu, nu, count = ([column[i] for i in leaves] for column in (self.mu, self.nu, self.count))
+        return Group(places, mu, nu, count, self.decays[leaves[0]])
 
     def run(
         self,
