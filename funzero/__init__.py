@@ -6,7 +6,7 @@ from funzero import _compat, data
 from funzero.checkpoint.plain import restore, save
 from funzero.core import tree
 from funzero.core.abstract import eval_shape
-from funzero.core.errors import DonatedError, MeshError, SkipLimitError, SpentStateError
+from funzero.core.errors import DonatedError, LossScaleError, MeshError, SkipLimitError, SpentStateError
 from funzero.core.mesh import Mesh, abstract_mesh, make_mesh
 from funzero.core.spec import P, Spec, Specs
 from funzero.core.state import Accumulator, Metrics, StateSpecs, TrainState
@@ -17,7 +17,7 @@ from funzero.executor.place import gather, reshard, shard
 from funzero.executor.reduce import reduce
 from funzero.integrations.module import functional_call, init_module, load_module, split_module, trainable
 from funzero.make_step import Step, make_step
-from funzero.transforms import losses, precision, schedules
+from funzero.transforms import loss_scale, losses, precision, schedules
 from funzero.transforms.accumulate import accumulate, finalize
 from funzero.transforms.base import Transform
 from funzero.transforms.basic import (
@@ -34,7 +34,7 @@ from funzero.transforms.losses import Loss, Sum
 from funzero.transforms.norm import clip_by_global_norm, global_norm
 from funzero.transforms.optim.adam import adam, adamw, scale_by_adam
 from funzero.transforms.optim.sgd import sgd
-from funzero.transforms.update import apply_update, apply_updates
+from funzero.transforms.update import apply_update, apply_updates, with_hyperparams
 from funzero.zero import zero_specs
 
 _compat.check_torch_version(_torch.__version__)
@@ -44,6 +44,7 @@ __all__ = [
     "Accumulator",
     "DonatedError",
     "Loss",
+    "LossScaleError",
     "Mesh",
     "MeshError",
     "Metrics",
@@ -79,6 +80,7 @@ __all__ = [
     "init_module",
     "init_state",
     "load_module",
+    "loss_scale",
     "losses",
     "make_eval",
     "make_mesh",
@@ -102,5 +104,6 @@ __all__ = [
     "trace",
     "trainable",
     "tree",
+    "with_hyperparams",
     "zero_specs",
 ]

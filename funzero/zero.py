@@ -14,10 +14,11 @@ from funzero.core import tree as tree_lib
 from funzero.core.mesh import Mesh
 from funzero.core.spec import P, Spec, Specs
 from funzero.core.state import StateSpecs
-from funzero.transforms.accumulate import accumulation_dtype
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
 from funzero.transforms.grad import differentiable
+from funzero.transforms.precision import Policy, checked
+from funzero.transforms.storage import stored
 
 Trainable = Any
 
@@ -61,6 +62,7 @@ def zero_specs(
     persist_below: int = 0,
     trainable: Trainable = None,
     buffers: Any = (),
+    precision: Policy | None = None,
 ) -> StateSpecs:
     """The layout of a whole state for a ZeRO stage.
 
@@ -73,6 +75,7 @@ def zero_specs(
         persist_below: leaves with fewer elements keep replicated params at stage 3.
         trainable: tree of bools or {glob: bool}; other leaves have no accumulator and no optimizer state.
         buffers: tree of the model's buffers; always replicated.
+        precision: the policy that the state is kept by, as for `init_state` and `make_step`.
 
     Raises ValueError for an unknown stage or axis, a rule that matches nothing or does not fit its leaf.
 
@@ -85,7 +88,8 @@ def zero_specs(
         raise ValueError(f"zero_specs: stage is 0, 1, 2 or 3, got {stage!r}")
     if replicate is not None and replicate not in mesh.names:
         raise ValueError(f"zero_specs: replicate={replicate!r} is not an axis of the mesh {mesh.describe()}")
-    shapes = abstract.eval_shape(shapes)
+    policy = checked(precision)
+    shapes = kept_shapes(abstract.eval_shape(shapes), policy)
     names = tree_lib.paths(shapes)
     trains = trainable_paths(shapes, trainable)
     hits = tree_lib.match_globs(rules or {}, names, "rules")
@@ -105,14 +109,19 @@ def zero_specs(
     seen = optimized(shapes, trains)
     grads = tree_lib.map_with_path(lambda p, _: cut(p, tx.quantum) if stage else Spec(parts[p]), seen)
     accum = tree_lib.map_with_path(lambda p, _: _accum_spec(cut(p, tx.quantum), stage, mesh), seen)
-    wide = tree_lib.map(lambda x: torch.empty(x.shape, dtype=accumulation_dtype(x.dtype), device="meta"), seen)
+    wide = tree_lib.map(lambda x: torch.empty(x.shape, dtype=policy.accum_dtype(x.dtype), device="meta"), seen)
     return StateSpecs(
         params=params,
-        opt_state=_opt_specs(tx, seen, grads, mesh),
+        opt_state=_opt_specs(stored(tx, policy), seen, grads, mesh),
         accum=Specs.bind(mesh, accum, wide, "accum/grads"),
         grads=Specs.bind(mesh, grads, wide, "grads"),
         buffers=Specs.bind(mesh, Spec(), abstract.eval_shape(buffers), "buffers"),
     )
+
+
+def kept_shapes(shapes: Any, policy: Policy) -> Any:
+    """Abstract params in the dtypes in which a policy keeps them."""
+    return tree_lib.map(lambda x: torch.empty(x.shape, dtype=policy.params_dtype(x.dtype), device="meta"), shapes)
 
 
 def _accum_spec(cut: Spec, stage: int, mesh: Mesh) -> Spec:
@@ -135,6 +144,8 @@ def _opt_specs(tx: Transform, seen: Any, grads: Any, mesh: Mesh) -> Specs:
     return Specs.bind(mesh, tree_lib.unflatten(treedef, specs), state, "opt_state")
 
 
-def default_specs(shapes: Any, tx: Transform, mesh: Mesh, trainable: Trainable, buffers: Any) -> StateSpecs:
+def default_specs(
+    shapes: Any, tx: Transform, mesh: Mesh, trainable: Trainable, buffers: Any, precision: Policy | None = None
+) -> StateSpecs:
     """Everything whole on the one device of a mesh of one rank."""
-    return zero_specs(shapes, tx, mesh, stage=0, trainable=trainable, buffers=buffers)
+    return zero_specs(shapes, tx, mesh, stage=0, trainable=trainable, buffers=buffers, precision=precision)

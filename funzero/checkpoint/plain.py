@@ -71,7 +71,7 @@ def _agree(mesh: Mesh, error: Exception | None) -> None:
 
 def _global_leaves(state: TrainState, specs: StateSpecs) -> Iterator[tuple[str, torch.Tensor]]:
     """(path, whole leaf) of everything in a state, one at a time, in the same order on all ranks."""
-    yield from (("step", state.step), ("skips", state.skips), ("key", state.key))
+    yield from _replicated(state).items()
     accum = state.accum
     trees = {"params": state.params, "opt_state": state.opt_state, "buffers": state.buffers}
     if isinstance(accum, Accumulator):
@@ -81,6 +81,13 @@ def _global_leaves(state: TrainState, specs: StateSpecs) -> Iterator[tuple[str, 
             yield layout.path, place.whole(leaf, layout)
     if isinstance(accum, Accumulator):
         yield from _window_scalars(accum, specs.mesh)
+
+
+def _replicated(state: TrainState) -> dict[str, torch.Tensor]:
+    """What is no part of the specs: equal on all ranks."""
+    names, leaves, _ = tree_lib.flatten_with_paths(state.loss_scale)
+    scale = {f"loss_scale/{n}": x for n, x in zip(names, leaves, strict=True)}
+    return {"step": state.step, "skips": state.skips, "key": state.key, **scale}
 
 
 def _window_scalars(accum: Accumulator, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
@@ -167,7 +174,7 @@ def _read(path: Path, like: TrainState, specs: StateSpecs) -> TrainState:
     if manifest.get("format") != FORMAT:
         raise ValueError(f"{path}: checkpoint format {manifest.get('format')!r}, this version reads {FORMAT}")
     found = manifest["leaves"]
-    expected = _expected(specs, "accum/weight" in found)
+    expected = _expected(like, specs, "accum/weight" in found)
     _check_same(path, expected, found)
     with safetensors.safe_open(path / LEAVES, framework="pt") as file:
         local = {}
@@ -185,12 +192,12 @@ def _own_part(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     return part
 
 
-def _expected(specs: StateSpecs, in_window: bool) -> dict[str, Layout]:
+def _expected(like: TrainState, specs: StateSpecs, in_window: bool) -> dict[str, Layout]:
     mesh = specs.mesh
     fields = [s for name, s in specs.fields.items() if name != "accum" or in_window]
     layouts = {x.path: x for s in fields for x in s.layouts}
-    for name, shape, dtype in (("step", (), torch.int32), ("skips", (), torch.int32), ("key", (2,), torch.int64)):
-        layouts[name] = Layout(name, shape, dtype, Spec(), mesh)
+    for name, leaf in _replicated(like).items():
+        layouts[name] = Layout(name, tuple(leaf.shape), leaf.dtype, Spec(), mesh)
     return layouts
 
 
@@ -234,6 +241,7 @@ def _assembled(
         params=tree("params"),
         opt_state=tree("opt_state"),
         accum=accum,
+        loss_scale=tree_lib.map_with_path(lambda n, _: local[f"loss_scale/{n}"], like.loss_scale),
         skips=local["skips"],
         key=local["key"].cpu(),
         buffers=tree("buffers"),

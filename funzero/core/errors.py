@@ -15,3 +15,7 @@ class MeshError(RuntimeError):
 
 class SkipLimitError(RuntimeError):
     """Too many steps in a row were skipped."""
+
+
+class LossScaleError(RuntimeError):
+    """Gradients overflowed at the smallest loss scale."""

@@ -199,6 +199,17 @@ class Layout:
             out.append(slice(at * size, (at + 1) * size))
         return tuple(out)
 
+    def indices(self) -> "range | torch.Tensor":
+        """Where this rank's elements lie in the flattened global leaf: a range, or int64 [local elements]."""
+        lo, hi = self.bounds(self.index) if self.is_flat else (0, self.n)
+        if self.mesh.size(self.spec.partition.axes) == 1:
+            return range(lo, hi)
+        at = torch.zeros((), dtype=torch.int64)
+        for dim, (size, part) in enumerate(zip(self.shape, self.box, strict=True)):
+            start, stop, _ = part.indices(size)
+            at = at.unsqueeze(-1) + torch.arange(start, stop) * math.prod(self.shape[dim + 1 :])
+        return at.reshape(-1)[lo:hi]
+
     def with_spec(self, **changes: Any) -> "Layout":
         """The same leaf with other fields in its spec."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))

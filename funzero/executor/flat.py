@@ -23,12 +23,18 @@ class FlatState:
     step: torch.Tensor
     params: list[torch.Tensor]
     opt_state: list[torch.Tensor]
+    loss_scale: Any
     skips: torch.Tensor
     key: torch.Tensor
     buffers: list[torch.Tensor]
     accum: Any
     old: list[torch.Tensor]
     treedef: Any
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The loss scale, 0-dim float32, or None without one."""
+        return None if self.loss_scale is EMPTY_NODE else self.loss_scale.scale
 
     @staticmethod
     def open(state: TrainState, specs: StateSpecs) -> "FlatState":
@@ -37,12 +43,16 @@ class FlatState:
         leaves, treedef = tree_lib.flatten(dataclasses.replace(state, accum=EMPTY_NODE) if inner else state)
         step, *rest = leaves
         p, o = len(specs.params.layouts), len(specs.params.layouts) + len(specs.opt_state.layouts)
-        skips, key, *buffers = rest[o:]
-        return FlatState(step, rest[:p], rest[p:o], skips, key, buffers, state.accum, leaves + inner, treedef)
+        s = o + len(tree_lib.leaves(state.loss_scale))
+        skips, key, *buffers = rest[s:]
+        return FlatState(
+            step, rest[:p], rest[p:o], state.loss_scale, skips, key, buffers, state.accum, leaves + inner, treedef
+        )
 
     def close(self, donate: bool) -> TrainState:
         """The new state; under donation it takes over every leaf of the old one, which then raise."""
-        leaves = [self.step, *self.params, *self.opt_state, self.skips, self.key, *self.buffers]
+        scale = tree_lib.leaves(self.loss_scale) if self.loss_scale is not EMPTY_NODE else ()
+        leaves = [self.step, *self.params, *self.opt_state, *scale, self.skips, self.key, *self.buffers]
         if donate:
             for i in itertools.compress(itertools.count(), map(operator.is_, leaves, self.old)):
                 leaves[i] = leaves[i].detach()

@@ -10,9 +10,11 @@ import torch
 from funzero import _compat
 from funzero.core import tree as tree_lib
 from funzero.core.spec import Specs
-from funzero.executor.lanes import run_in_vectors
+from funzero.executor.lanes import Kernel, run_in_vectors
 from funzero.transforms.base import Hyperparams, Transform
 from funzero.transforms.chain import part_names
+from funzero.transforms.precision import wide_dtype
+from funzero.transforms.storage import Rounder
 
 Reader = Callable[[list[torch.Tensor]], float]
 
@@ -85,16 +87,44 @@ class FusedAdam:
                 [opt_state[i] for i in g.mu],
                 [opt_state[i] for i in g.nu],
             ]
-            kernel = functools.partial(
-                _kernel,
-                lr=h["learning_rate"],
-                beta1=h["b1"],
-                beta2=h["b2"],
-                eps=h["eps"],
-                weight_decay=h["weight_decay"] if g.decays else 0.0,
-                found_inf=None if skip is None else skip.to(torch.float32),
-            )
+            kernel = self._bound(h, g.decays, skip)
             run_in_vectors(columns, [opt_state[i] for i in g.count], kernel, written=[0, 2, 3])
+
+    def run_rounded(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        opt_state: list[torch.Tensor],
+        chosen: tuple[int, ...],
+        names: list[tuple[str, str, str]],
+        round_to: Rounder,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """The same for leaves kept in less than float32: widened, updated and rounded one by one.
+
+        Args:
+            names: of each chosen leaf and of its mu and nu. The other arguments are those of `run`.
+        """
+        h = {name: read(opt_state) for name, read in self.hyper.items()}
+        self._advance(opt_state, chosen, skip)
+        for k, i in enumerate(chosen):
+            kept = (params[k], opt_state[self.mu[i]], opt_state[self.nu[i]])
+            p, mu, nu = wide = [x.to(wide_dtype(params[k].dtype)) for x in kept]
+            columns = [[p], [grads[k].to(p.dtype)], [mu], [nu]]
+            run_in_vectors(columns, [opt_state[self.count[i]]], self._bound(h, self.decays[i], skip), [0, 2, 3])
+            for what, x, new in zip(names[k], kept, wide, strict=True):
+                x.copy_(round_to(names[k][0], what, new, x.dtype))
+
+    def _bound(self, hyper: dict[str, float], decays: bool, skip: torch.Tensor | None) -> Kernel:
+        return functools.partial(
+            _kernel,
+            lr=hyper["learning_rate"],
+            beta1=hyper["b1"],
+            beta2=hyper["b2"],
+            eps=hyper["eps"],
+            weight_decay=hyper["weight_decay"] if decays else 0.0,
+            found_inf=None if skip is None else skip.to(torch.float32),
+        )
 
     def _advance(self, opt_state: list[torch.Tensor], chosen: tuple[int, ...], skip: torch.Tensor | None) -> None:
         """Adds 1 to the counts of the chosen leaves, which all become views of one new tensor, and of the schedules."""
@@ -124,7 +154,7 @@ def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:
     kinds = [p.fused[0] if p.fused else None for p in tx.parts]
     if kinds[:1] != ["scale_by_adam"] or kinds[-1:] != ["scale_by_learning_rate"] or len(kinds) not in (2, 3):
         return None
-    if any(x.dtype not in (torch.float32, torch.float64, torch.int32) for x in specs.layouts):
+    if any(x.dtype not in (torch.bfloat16, torch.float32, torch.float64, torch.int32) for x in specs.layouts):
         return None
     entries = part_names(tx.parts)
     place = {path: i for i, path in enumerate(tree_lib.paths(specs.tree))}

@@ -15,8 +15,11 @@ from funzero.core.state import EMPTY_NODE, StateSpecs, TrainState
 from funzero.executor import place
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
+from funzero.transforms.loss_scale import as_scaling
+from funzero.transforms.precision import Policy, checked
 from funzero.transforms.rng import fold_in, make_key
-from funzero.zero import default_specs, optimized, trainable_paths
+from funzero.transforms.storage import COMPENSATION, MASTER, stored
+from funzero.zero import default_specs, kept_shapes, optimized, trainable_paths
 
 
 def init_state(
@@ -26,6 +29,8 @@ def init_state(
     key: int | torch.Tensor = 0,
     specs: StateSpecs | None = None,
     buffers: Any = EMPTY_NODE,
+    precision: Policy | None = None,
+    loss_scale: Any = None,
     trainable: Any = None,
     donate: bool = False,
 ) -> TrainState:
@@ -37,6 +42,8 @@ def init_state(
         key: seed, or int64 [2], for every random draw of training.
         specs: the layout; default: everything whole on one device.
         buffers: tree of the model's buffers.
+        precision: the policy that the state is kept by; params are cast to its dtype, a master copy is made before that.
+        loss_scale: a number, or `fz.loss_scale.dynamic(...)`; default: what the policy says, which for most is none.
         trainable: tree of bools or {glob: bool}; the others are frozen.
         donate: leaves that are already placed as the layout says are used as they are; else all are copied.
 
@@ -45,9 +52,11 @@ def init_state(
     thunks = abstract.thunks_of(params)
     if thunks is None:
         abstract.check_params(params)
-    shapes = abstract.eval_shape(params if thunks is None else thunks)
+    policy = checked(precision)
+    shapes = kept_shapes(abstract.eval_shape(params if thunks is None else thunks), policy)
     if specs is None:
-        specs = default_specs(shapes, tx, local_mesh(), trainable, buffers)
+        specs = default_specs(shapes, tx, local_mesh(), trainable, buffers, policy)
+    check_policy(specs, policy, "init_state")
     check_trainable(specs, shapes, trainable, "init_state")
     _check_fit(shapes, specs.params)
     _check_fit(buffers, specs.buffers)
@@ -56,13 +65,13 @@ def init_state(
         makers: list[Callable[[], torch.Tensor]] = [functools.partial(_given, x) for x in tree_lib.leaves(params)]
     else:
         makers = [functools.partial(_made, thunks[path], rng, path) for path in tree_lib.paths(shapes)]
-    placed, opt_state = _build(makers, tx, specs, donate)
+    placed, opt_state = _build(makers, tx, specs, policy, donate)
     return TrainState(
         step=torch.zeros((), dtype=torch.int32, device=specs.mesh.device),
         params=placed,
         opt_state=opt_state,
         accum=EMPTY_NODE,
-        loss_scale=EMPTY_NODE,
+        loss_scale=_scale(loss_scale, policy, specs.mesh.device),
         skips=torch.zeros((), dtype=torch.int32, device=specs.mesh.device),
         key=rng,
         buffers=_place(buffers, specs.buffers, donate),
@@ -76,12 +85,16 @@ def abstract_state(
     *,
     specs: StateSpecs | None = None,
     buffers: Any = EMPTY_NODE,
+    precision: Policy | None = None,
+    loss_scale: Any = None,
     trainable: Any = None,
 ) -> TrainState:
     """The state that `init_state` would make, without memory: meta tensors with this rank's local shapes."""
-    shapes = abstract.eval_shape(params)
+    policy = checked(precision)
+    shapes = kept_shapes(abstract.eval_shape(params), policy)
     if specs is None:
-        specs = default_specs(shapes, tx, local_mesh(), trainable, buffers)
+        specs = default_specs(shapes, tx, local_mesh(), trainable, buffers, policy)
+    check_policy(specs, policy, "abstract_state")
     check_trainable(specs, shapes, trainable, "abstract_state")
     count = torch.empty((), dtype=torch.int32, device="meta")
     return TrainState(
@@ -89,7 +102,7 @@ def abstract_state(
         params=specs.params.abstract(local=True),
         opt_state=specs.opt_state.abstract(local=True),
         accum=EMPTY_NODE,
-        loss_scale=EMPTY_NODE,
+        loss_scale=_scale(loss_scale, policy, torch.device("meta")),
         skips=count.clone(),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
         buffers=specs.buffers.abstract(local=True),
@@ -108,6 +121,28 @@ def check_trainable(specs: StateSpecs, shapes: Any, trainable: Any, caller: str)
         raise ValueError(
             f"{caller}: trainable= differs from that of the specs at {differ}; pass the same to zero_specs"
         )
+
+
+def check_policy(specs: StateSpecs, policy: Policy, caller: str) -> None:
+    """Refuses a precision policy that the specs were not made for."""
+    found = [x.dtype for x in specs.accum.layouts]
+    trained = dict(zip(tree_lib.paths(specs.params.tree), specs.params.layouts, strict=True))
+    wanted = [policy.accum_dtype(trained[path].dtype) for path in tree_lib.paths(specs.grads.tree)]
+    odd = [x.path for x in specs.params.layouts if x.dtype != policy.params_dtype(x.dtype)]
+    kept = {n.split("/")[0] for n in tree_lib.paths(specs.opt_state.tree)}
+    extras = {MASTER: policy.master is not None, COMPENSATION: policy.rounding == "kahan"}
+    missing = [n for n, asked in extras.items() if trained and wanted and asked != (n in kept)]
+    if odd or found != wanted or missing:
+        at = odd[0] if odd else f"opt_state/{missing[0]}" if missing else "accum/grads"
+        raise ValueError(
+            f"{caller}: the layout is not that of precision {policy.name}, at {at}; "
+            "pass the same precision= to zero_specs, init_state and make_step"
+        )
+
+
+def _scale(given: Any, policy: Policy, device: torch.device) -> Any:
+    scaling = as_scaling(given) or policy.loss_scale
+    return EMPTY_NODE if scaling is None else scaling.init(device)
 
 
 def _check_fit(tree: Any, specs: Specs) -> None:
@@ -143,12 +178,14 @@ def _placed(leaf: torch.Tensor, layout: Layout, donate: bool) -> torch.Tensor:
     return part.detach() if donate and ready else place.store(part, layout)
 
 
-def _build(makers: list[Callable[[], torch.Tensor]], tx: Transform, specs: StateSpecs, donate: bool) -> tuple[Any, Any]:
+def _build(
+    makers: list[Callable[[], torch.Tensor]], tx: Transform, specs: StateSpecs, policy: Policy, donate: bool
+) -> tuple[Any, Any]:
     """Params and optimizer state, leaf by leaf: `tx.init` runs on one whole param at a time.
 
     State that is made from no param is taken from a run that gives it the dtype that all params together give.
     """
-    tx = resolved(tx, specs.grads.abstract())
+    tx = stored(resolved(tx, specs.grads.abstract()), policy)
     shapes = specs.params.abstract()
     layouts = dict(zip(tree_lib.paths(specs.opt_state.tree), specs.opt_state.layouts, strict=True))
     trains = set(tree_lib.paths(specs.grads.tree))
@@ -164,7 +201,7 @@ def _build(makers: list[Callable[[], torch.Tensor]], tx: Transform, specs: State
         whole = make()
         if path in trains:
             add(tree_lib.map(lambda _, whole=whole: whole, tree_lib.prune(shapes, lambda p, path=path: p != path)))  # type: ignore[misc]
-        placed.append(_placed(whole, layout, donate))
+        placed.append(_placed(whole.to(layout.dtype), layout, donate))
     if not trains:
         add(tree_lib.prune(shapes, lambda p: True))
     opt_state = tree_lib.unflatten(specs.opt_state.treedef, [state[name] for name in layouts])

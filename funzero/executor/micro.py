@@ -1,7 +1,9 @@
 """One micro-batch: its input, and the call of the loss function."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +32,13 @@ def call_loss(loss_fn: Callable[..., Any], takes: Takes, params: Any, micro: Mic
     if takes.buffers and loss.buffers is None:
         raise ValueError("loss_fn takes buffers but its fz.Loss has none: return Loss(..., buffers=new_buffers)")
     return loss
+
+
+def casting(plan: Plan) -> AbstractContextManager[Any]:
+    """What a loss function runs under: autocast if the policy says so."""
+    if plan.policy.cast != "autocast":
+        return contextlib.nullcontext()
+    return torch.autocast(plan.mesh.device.type, dtype=plan.policy.compute)
 
 
 def cast_batch(plan: Plan, batch: Any) -> Any:

@@ -50,6 +50,10 @@ class Plan:
             for x in self.specs.accum.layouts
         )
 
+    def travelling(self, layout: Layout) -> Layout:
+        """A gradient's layout in the dtype in which it goes between ranks."""
+        return dataclasses.replace(layout, dtype=self.policy.reduce_dtype(layout.dtype))
+
     @functools.cached_property
     def batch_ranks(self) -> int:
         """Ranks that hold different samples."""

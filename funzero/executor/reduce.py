@@ -73,8 +73,8 @@ class SmallReductions:
     def __init__(self, plan: Plan, large: frozenset[int]):
         accum = plan.specs.accum.layouts
         self._chosen = [i for i, x in enumerate(accum) if x.is_flat and i not in large]
-        self._sources = tuple(plan.micro_grads[i] for i in self._chosen)
-        self._plan = ReducePlan(self._sources, tuple(accum[i] for i in self._chosen))
+        self._sources = tuple(plan.travelling(plan.micro_grads[i]) for i in self._chosen)
+        self._plan = ReducePlan(self._sources, tuple(plan.travelling(accum[i]) for i in self._chosen))
 
     def run(self, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The same gradients, the small ones summed and cut; zeros stand for what this rank does not have."""

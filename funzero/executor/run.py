@@ -8,7 +8,7 @@ import torch
 
 from funzero.core import collectives
 from funzero.core import tree as tree_lib
-from funzero.core.errors import SkipLimitError
+from funzero.core.errors import LossScaleError, SkipLimitError
 from funzero.core.mesh import Mesh
 from funzero.core.state import EMPTY_NODE, Metrics, StateSpecs, TrainState
 from funzero.data import EMPTY, split
@@ -16,7 +16,7 @@ from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable, poison
 from funzero.executor.flat import FlatState
-from funzero.executor.init import check_trainable
+from funzero.executor.init import check_policy, check_trainable
 from funzero.executor.micro import MicroBatch, cast_batch
 from funzero.executor.options import StepOptions
 from funzero.executor.plan import Plan
@@ -24,11 +24,16 @@ from funzero.executor.reduce import SmallReductions
 from funzero.executor.session import Placement, Session
 from funzero.executor.update import Selection, clip, update_leaves
 from funzero.executor.window import Window, as_node, open_window
+from funzero.transforms import loss_scale
 from funzero.transforms.accumulate import mean_aux
 from funzero.transforms.base import Transform
 from funzero.transforms.grad import Takes
+from funzero.transforms.loss_scale import LossScale
+from funzero.transforms.precision import LOW
 from funzero.transforms.rng import fold_in
+from funzero.transforms.storage import Rounder, rounder
 
+NEAREST = Rounder("nearest", torch.zeros(2, dtype=torch.int64), lambda path: range(0))
 KEPT_SELECTIONS = 16  # sets of used leaves; with many experts there is no end of them
 
 
@@ -36,6 +41,7 @@ class Bound:
     """A step bound to one layout: its plans, made at the first call with a state of that layout."""
 
     def __init__(self, specs: StateSpecs, tx: Transform, options: StepOptions):
+        check_policy(specs, options.precision, "make_step")
         self.plan = Plan(specs, options.precision)
         self.tx = self.plan.resolved(tx)
         self.placement = Placement(self.plan, CacheOptions(options.gather_budget, options.leaf_use == "any"))
@@ -44,6 +50,14 @@ class Bound:
         self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())
         self._all = tuple(range(len(specs.grads.layouts)))
         self._selections: dict[tuple[int, ...], Selection] = {}
+
+    def rounder(self, flat: FlatState, window: Window) -> Rounder:
+        """How sums of gradients are rounded in the micro-batch that comes next."""
+        policy, layouts = self.plan.policy, self.plan.specs.accum.by_path
+        if policy.accum not in LOW:
+            return NEAREST
+        key = fold_in(flat.key, window.times)
+        return rounder(policy, key, flat.step, lambda path: layouts[path].indices())
 
     def selection(self, used: list[bool]) -> Selection:
         """The plans for the leaves that took part."""
@@ -135,7 +149,14 @@ class Runner:
 
     def _check(self, bound: Bound, state: TrainState, batch: Any) -> None:
         check_usable(state.step)
-        device = bound.plan.mesh.device
+        device, policy = bound.plan.mesh.device, self._options.precision
+        if policy.loss_scale is not None and state.loss_scale is EMPTY_NODE:
+            raise ValueError(
+                f"precision {policy.name} needs a loss scale and the state has none; "
+                "pass the same precision=, or loss_scale=, to init_state"
+            )
+        if device.type == "cpu" and isinstance(state.loss_scale, LossScale):
+            _check_scale(state.loss_scale, self._bad_leaf)
         if device.type == "cpu" and int(state.skips) >= self._options.max_skips:
             count = int(state.skips)
             raise SkipLimitError(
@@ -167,19 +188,19 @@ class Runner:
                     buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
                     micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
                 add = window.held(bound.placement) if closes and i == len(micros) - 1 else None
-                window.add(session.differentiate(self._loss_fn, self._takes, micro, add), bound.placement, bound.small)
+                done = session.differentiate(self._loss_fn, self._takes, micro, add, flat.scale)
+                window.add(done, bound.placement, bound.small, bound.rounder(flat, window))
 
     def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options
         used, weight, loss, aux = agree.close_window(plan, window)
         selection = bound.selection(used)
-        grads, norm, bad = clip(selection, selection.reduce(window), weight, options)
-        skip = ~torch.isfinite(norm) | ~torch.isfinite(loss) | (weight == 0)
+        grads, norm, bad = clip(selection, selection.reduce(window), weight, flat.scale, options)
+        finite, empty = torch.isfinite(norm) & torch.isfinite(loss), weight == 0
+        skip = ~finite | empty
         on_host = plan.mesh.device.type == "cpu"
         if on_host and bool(skip):
-            self._bad_leaf = (
-                f"; the first bad gradient is that of {bad()}" if bool(weight != 0) else "; their weight was 0"
-            )
+            self._bad_leaf = "; their weight was 0" if bool(empty) else f"; the first bad gradient is that of {bad()}"
         else:
             flag = None if on_host else skip
             try:
@@ -192,18 +213,29 @@ class Runner:
         flat.step = flat.step + ~skip
         flat.skips = torch.where(skip, flat.skips + 1, 0).to(torch.int32)
         flat.accum = EMPTY_NODE
-        divisor = torch.where(weight == 0, 1.0, weight)
+        divisor = torch.where(empty, 1.0, weight)
         metrics = Metrics(
             loss=loss / divisor if options.reduction == "mean" else loss,
             grad_norm=norm,
             weight=weight,
-            loss_scale=torch.ones((), device=norm.device),
+            loss_scale=torch.ones((), device=norm.device) if flat.scale is None else flat.scale.clone(),
             skipped=skip,
             skipped_in_a_row=flat.skips.clone(),
             step=flat.step.clone(),
             aux=mean_aux(aux, divisor),
         )
+        if isinstance(flat.loss_scale, LossScale):
+            moved = loss_scale.update(flat.loss_scale, finite)
+            flat.loss_scale = tree_lib.map(lambda new, old: torch.where(empty, old, new), moved, flat.loss_scale)
         return flat.close(options.donate), metrics
+
+
+def _check_scale(scale: LossScale, bad_leaf: str) -> None:
+    if scale.scaling.on_minimum == "raise" and bool(scale.exhausted):
+        raise LossScaleError(
+            f"gradients overflow at the smallest loss scale, {float(scale.scale)}{bad_leaf}; "
+            "the model diverges, or on_minimum='skip' lets the step be skipped"
+        )
 
 
 def _new_buffers(

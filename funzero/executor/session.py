@@ -1,5 +1,6 @@
 """The params of one call of a step: what is whole from the start, what is lazy, and where gradients go."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from funzero.executor.cache import FINISHED, CacheOptions, GatherCache, Program
 from funzero.executor.forms import Forms
 from funzero.executor.handed import Handed
 from funzero.executor.lazy import LazyLeaves
-from funzero.executor.micro import MicroBatch, call_loss
+from funzero.executor.micro import MicroBatch, call_loss, casting
 from funzero.executor.plan import Plan
 from funzero.executor.reductions import ReduceQueue
 from funzero.transforms.grad import Takes, detached, gradients
+from funzero.transforms.loss_scale import power_above
 from funzero.transforms.losses import Loss
+from funzero.transforms.precision import wide_dtype
 from funzero.transforms.rng import seeded
 
 RESERVE = 4  # one part in so many of the gather budget is kept for pending reductions
@@ -43,11 +46,11 @@ class Placement:
     def widened(self) -> dict[int, torch.dtype]:
         """The accumulator's dtype of the trained leaves whose gradients come in another one."""
         accum = self.plan.specs.accum.layouts
-        return {
-            k: a.dtype
-            for (k, a), i in zip(enumerate(accum), self.plan.trained, strict=True)
-            if self.layouts[i].dtype != a.dtype
-        }
+        come = [
+            self.plan.policy.reduce_dtype(a.dtype) if a.is_flat else self.layouts[i].dtype
+            for a, i in zip(accum, self.plan.trained, strict=True)
+        ]
+        return {k: a.dtype for k, (a, d) in enumerate(zip(accum, come, strict=True)) if a.dtype != d}
 
     @functools.cached_property
     def lazy(self) -> dict[int, Layout]:
@@ -93,7 +96,7 @@ class Placement:
     def micro_routes(self) -> dict[int, tuple[Layout, bool]]:
         """Large gradients that are reduced in every micro-batch, by trained leaf."""
         accum = self.plan.specs.accum.layouts
-        return {i: (x, False) for i, x in enumerate(accum) if x.is_flat and _large(x)}
+        return {i: (self.plan.travelling(x), False) for i, x in enumerate(accum) if x.is_flat and _large(x)}
 
     @functools.cached_property
     def window_routes(self) -> dict[int, tuple[Layout, bool]]:
@@ -104,14 +107,18 @@ class Placement:
             if a.is_flat or not open_axes or not _large(a):
                 continue
             if g.is_flat and set(open_axes) == {x for x in g.spec.flat if g.mesh.axis_size(x) > 1}:
-                routes[i] = (g, False)
+                routes[i] = (self.plan.travelling(g), False)
             elif not g.is_flat:
-                routes[i] = (a.with_spec(flat=open_axes, unreduced=()), True)
+                routes[i] = (self.plan.travelling(a.with_spec(flat=open_axes, unreduced=())), True)
         return routes
 
 
 def _large(layout: Layout) -> bool:
     return layout.n * layout.dtype.itemsize >= BUNDLE_BYTES
+
+
+def _times(grad: torch.Tensor, power: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return grad.to(dtype) * power.to(dtype)
 
 
 class Session:
@@ -137,13 +144,19 @@ class Session:
         return [r[0] for r in rows]
 
     def differentiate(
-        self, loss_fn: Callable[..., Any], takes: Takes, micro: MicroBatch | None, add: dict[int, torch.Tensor] | None
+        self,
+        loss_fn: Callable[..., Any],
+        takes: Takes,
+        micro: MicroBatch | None,
+        add: dict[int, torch.Tensor] | None,
+        scale: torch.Tensor | None = None,
     ) -> "Differentiated":
         """Loss and gradients of one micro-batch (None: this rank has none, and joins the others).
 
         Args:
             add: None while the window goes on; in its last micro-batch the sums so far, by trained leaf, to add before
                 the reduction.
+            scale: 0-dim loss scale that the gradients are multiplied by.
         """
         plan, placement = self.plan, self._placement
         routes = placement.micro_routes if add is None else placement.micro_routes | placement.window_routes
@@ -151,7 +164,7 @@ class Session:
         self._queue = ReduceQueue(routes, self._program, budget and budget // RESERVE) if routes else None
         done = Differentiated(None, [None] * len(plan.trained), [False] * len(plan.trained), {})
         if micro is not None:
-            self._run(loss_fn, takes, micro, add or {}, done)
+            self._run(loss_fn, takes, micro, add or {}, scale, done)
         if self._queue is not None:
             for k in self._queue.missing():  # no gradient now, but there may be one from earlier in the window
                 if add and k in add:
@@ -170,7 +183,8 @@ class Session:
             handed = Handed(self._leaves, self._placement.lazy, copy_on_write=not self._program.tried)
             with scope(lazy is not None), torch.no_grad():
                 held, _ = self._inputs(handed.leaves, lazy, {}, None)
-                out = fn(tree_lib.unflatten(self.plan.specs.params.treedef, held))
+                with casting(self.plan):
+                    out = fn(tree_lib.unflatten(self.plan.specs.params.treedef, held))
             handed.check(self.plan.specs.params.layouts)
             self._program.tried = True
         if self._cache is not None:
@@ -183,32 +197,36 @@ class Session:
         takes: Takes,
         micro: MicroBatch,
         add: dict[int, torch.Tensor],
+        scale: torch.Tensor | None,
         done: "Differentiated",
     ) -> None:
-        plan = self.plan
+        plan, accum = self.plan, self.plan.specs.accum.layouts
+        power: torch.Tensor | None = None
         handed = Handed(self._leaves, self._placement.lazy, copy_on_write=not self._program.tried)
         lazy = LazyLeaves(self._cache, self._placement.forms) if self._cache is not None else None
         place = plan.place_of_trained
 
         def on_grad(k: int, grad: torch.Tensor) -> None:
             done.used[k] = True
-            self._queue.put(k, grad if k not in add else add[k] + grad)  # type: ignore[union-attr]
+            grad = grad if power is None else _times(grad, power, accum[k].dtype)
+            self._queue.put(k, grad if k not in add else add[k].to(wide_dtype(add[k].dtype)) + grad)  # type: ignore[union-attr]
 
         with scope(lazy is not None) as opened, seeded(micro.key, plan.mesh.device), torch.enable_grad():
             held, wanted = self._inputs(handed.leaves, lazy, place, on_grad)
             params = tree_lib.unflatten(plan.specs.params.treedef, held)
-            if lazy is None:
+            with lazy.saved_by_name() if lazy is not None else contextlib.nullcontext(), casting(plan):
                 loss = call_loss(loss_fn, takes, params, micro)
-            else:
-                with lazy.saved_by_name():
-                    loss = call_loss(loss_fn, takes, params, micro)
             opened.in_backward = True
-            grads = gradients(loss.total, list(wanted.values()))
+            if scale is not None:
+                power = power_above(1 if loss.weight is None else loss.weight).to(scale.device)
+            grads = gradients(loss.total, list(wanted.values()), None if power is None else scale / power)
         if lazy is not None:
             lazy.close()
         handed.check(plan.specs.params.layouts)
         self._program.tried = True
         done.loss = detached(loss)  # with its graph it would keep alive what the anchors of the graph refer to
+        if power is not None:
+            grads = [g if g is None else _times(g, power, accum[k].dtype) for k, g in zip(wanted, grads, strict=True)]
         if self._queue is None:
             done.grads, done.used = grads, [g is not None for g in grads]
             return

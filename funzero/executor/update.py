@@ -19,6 +19,8 @@ from funzero.executor.reduce import ReducePlan, or_zeros
 from funzero.executor.window import Window
 from funzero.transforms.base import Transform
 from funzero.transforms.norm import NormPlan, clip_factor
+from funzero.transforms.precision import LOW, wide_dtype
+from funzero.transforms.storage import MASTER, Rounder, moments, rounder, update_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +45,16 @@ class Selection:
         left = tuple(i for i in self.chosen if i not in window.final) if window.final else self.chosen
         if left not in self._reductions:
             accum, grads = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts
-            self._reductions[left] = ReducePlan(tuple(accum[i] for i in left), tuple(grads[i] for i in left))
+            go = self.plan.travelling
+            self._reductions[left] = ReducePlan(tuple(go(accum[i]) for i in left), tuple(go(grads[i]) for i in left))
         layouts = self.plan.specs.accum.layouts
         sums: list[Any] = [window.sums[i] for i in left]
-        if any(x is None for x in sums):
-            sums = [or_zeros(x, layouts[i]) for x, i in zip(sums, left, strict=True)]
+        if self.plan.policy.reduce is not None or any(x is None for x in sums):
+            sums = [or_zeros(x, self.plan.travelling(layouts[i])) for x, i in zip(sums, left, strict=True)]
         window.sums = []
         done = self._reductions[left].run(sums)
+        if self.plan.policy.reduce is not None:
+            done = [x.to(layouts[i].dtype) for x, i in zip(done, left, strict=True)]
         if not window.final:
             return done
         found = window.final | dict(zip(left, done, strict=True))
@@ -78,11 +83,52 @@ class Selection:
 
     @functools.cached_property
     def kernel(self) -> fused.FusedAdam | None:
-        """The fused form of the optimizer, if it has one."""
-        kept = self.plan.specs.params.layouts
-        if any(kept[i].dtype != g.dtype for i, g in zip(self.params_at, self.layouts, strict=True)):
-            return None  # torch's kernel takes one dtype
-        return fused.match(self.tx, self.plan.specs.opt_state, self.names)
+        """The fused form of the optimizer, if it has one that fits: torch's kernel takes one dtype for all of a leaf."""
+        found = fused.match(self.tx, self.plan.specs.opt_state, self.names)
+        if found is None or self.plan.policy.rounding == "kahan":
+            return None
+        state = self.plan.specs.opt_state.layouts
+        for k, (i, grad) in enumerate(zip(self.chosen, self.layouts, strict=True)):
+            kept = self.plan.specs.params.layouts[self.params_at[k]].dtype
+            work = state[self.masters[k]].dtype if self.masters else wide_dtype(kept)
+            moments = {state[found.mu[i]].dtype, state[found.nu[i]].dtype}
+            if not moments <= ({work, *LOW} if self.low else {work}) or not (
+                self.masters or self.low or grad.dtype == work
+            ):
+                return None
+        return found
+
+    @functools.cached_property
+    def low(self) -> bool:
+        """True if an update is made in a wider dtype than params or moments are kept in, and rounded."""
+        kept = [self.plan.specs.params.layouts[i].dtype for i in self.params_at]
+        low = any(d in LOW for d in kept) or self.plan.policy.moments in LOW
+        return self.plan.policy.master is None and low
+
+    @functools.cached_property
+    def masters(self) -> list[int]:
+        """The places of the chosen leaves' master copies in opt_state, if the policy keeps any."""
+        if self.plan.policy.master is None:
+            return []
+        at = {path: i for i, path in enumerate(tree_lib.paths(self.plan.specs.opt_state.tree))}
+        return [at[f"{MASTER}/{self.names[i]}"] for i in self.chosen]
+
+    @functools.cached_property
+    def owners(self) -> dict[str, str]:
+        """{moment: its param}, see `storage.moments`."""
+        return moments(self.tx, self.plan.specs.grads.abstract())
+
+    @functools.cached_property
+    def labels(self) -> list[tuple[str, str, str]]:
+        """Names of each chosen leaf, its mu and its nu, by which the fused form rounds."""
+        paths, kernel = tree_lib.paths(self.plan.specs.opt_state.tree), self.kernel
+        assert kernel is not None
+        return [(self.names[i], paths[kernel.mu[i]], paths[kernel.nu[i]]) for i in self.chosen]
+
+    def rounder(self, flat: FlatState) -> Rounder:
+        """How this update rounds."""
+        index = dict(zip((self.names[i] for i in self.chosen), self.layouts, strict=True))
+        return rounder(self.plan.policy, flat.key, flat.step, lambda path: index[path].indices())
 
     @functools.cached_property
     def written(self) -> list[int]:
@@ -113,7 +159,13 @@ class Selection:
         return travel_groups([part and dataclasses.replace(part, dtype=kept[i].dtype) for i, part in self.parts])
 
 
-def clip(selection: Selection, grads: list[torch.Tensor], weight: torch.Tensor, options: StepOptions) -> Any:
+def clip(
+    selection: Selection,
+    grads: list[torch.Tensor],
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    options: StepOptions,
+) -> Any:
     """Finalised, clipped gradients, their norm (0-dim float64, before the clip), and a function that names a bad leaf.
 
     Multiplications by exactly 1 are left out where the host can see it: on the CPU.
@@ -121,9 +173,12 @@ def clip(selection: Selection, grads: list[torch.Tensor], weight: torch.Tensor, 
     on_host = weight.device.type == "cpu"
     grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
     fresh = selection.reduced
-    if options.reduction == "mean" and not (on_host and float(weight) in (0.0, 1.0)) and grads:
+    divisor = torch.where(weight == 0, 1.0, weight) if options.reduction == "mean" else torch.ones_like(weight)
+    if scale is not None:
+        divisor = divisor * scale
+    if grads and not (on_host and float(divisor) == 1.0):
         grads = grads if fresh else private(grads)
-        torch._foreach_div_(grads, torch.where(weight == 0, 1.0, weight))
+        torch._foreach_div_(grads, divisor)
     sums = selection.norm.sums(grads)
     norm = sums.sum().sqrt()
     if options.max_norm is not None and grads:
@@ -145,12 +200,32 @@ def update_leaves(
     """
     make_writable(flat.params, selection.params_at, donate)
     pieces = [flat.params[i] if part is None else place.cut_flat(flat.params[i], part) for i, part in selection.parts]
-    if selection.kernel is not None:
-        make_writable(flat.opt_state, selection.written, donate)
-        selection.kernel.run(pieces, grads, flat.opt_state, selection.chosen, selection.kernel_groups, skip)
-    else:
+    if selection.kernel is None:
         _composed(selection, pieces, flat, grads, skip)
+    else:
+        make_writable(flat.opt_state, [*selection.written, *selection.masters], donate)
+        _fused(selection, selection.kernel, pieces, flat, grads, skip)
     _make_whole(selection, flat, pieces)
+
+
+def _fused(
+    selection: Selection,
+    kernel: fused.FusedAdam,
+    pieces: list[torch.Tensor],
+    flat: FlatState,
+    grads: list[torch.Tensor],
+    skip: torch.Tensor | None,
+) -> None:
+    chosen = selection.chosen
+    if selection.low:
+        kernel.run_rounded(pieces, grads, flat.opt_state, chosen, selection.labels, selection.rounder(flat), skip)
+        return
+    masters = [flat.opt_state[i] for i in selection.masters]
+    targets = masters or pieces
+    grads = [g.to(p.dtype) for p, g in zip(targets, grads, strict=True)] if masters else grads
+    kernel.run(targets, grads, flat.opt_state, chosen, selection.kernel_groups, skip)
+    if masters:
+        torch._foreach_copy_(pieces, masters)
 
 
 def _make_whole(selection: Selection, flat: FlatState, pieces: list[torch.Tensor]) -> None:
@@ -185,13 +260,14 @@ def _composed(
     caller = PartCaller(dict(zip(selection.names, trained.layouts, strict=True)))
     opt_state = tree_lib.unflatten(selection.plan.specs.opt_state.treedef, flat.opt_state)
     trees = tree_lib.unflatten(trained.treedef, given), opt_state, tree_lib.unflatten(trained.treedef, held)
-    updates, new = tx.update(*trees, call=caller) if tx.parts else caller(tx, *trees)
-    changed = dict(zip(*tree_lib.flatten_with_paths(updates)[:2], strict=True))
+    policy, round_to = selection.plan.policy, selection.rounder(flat)
+    params, new = update_stored(tx, policy, *trees, round_to, owners=selection.owners, call=caller)
+    after = dict(zip(*tree_lib.flatten_with_paths(params)[:2], strict=True))
     for i, p in zip(selection.chosen, pieces, strict=True):
-        value = p + changed[selection.names[i]]
+        value = after[selection.names[i]]
         p.copy_(value if skip is None else torch.where(skip, p, value))
     kept = selection.plan.specs.opt_state.layouts
-    after = [x.to(y.dtype) for x, y in zip(tree_lib.leaves(new), kept, strict=True)]
+    state = [x.to(y.dtype) for x, y in zip(tree_lib.leaves(new), kept, strict=True)]
     flat.opt_state = (
-        after if skip is None else [torch.where(skip, a, b) for a, b in zip(flat.opt_state, after, strict=True)]
+        state if skip is None else [torch.where(skip, a, b) for a, b in zip(flat.opt_state, state, strict=True)]
     )

@@ -14,6 +14,8 @@ from funzero.executor.reduce import SmallReductions
 from funzero.executor.session import Differentiated, Placement
 from funzero.transforms.accumulate import weigh_aux
 from funzero.transforms.losses import Loss
+from funzero.transforms.precision import LOW
+from funzero.transforms.storage import Rounder
 
 
 @dataclasses.dataclass
@@ -37,18 +39,26 @@ class Window:
         """The sums so far of the leaves that are reduced with the last micro-batch of the window."""
         return {i: x for i, x in enumerate(self.sums) if x is not None and i in placement.window_routes}
 
-    def add(self, done: Differentiated, placement: Placement, small: SmallReductions) -> None:
-        """Adds what a micro-batch gave, reducing what this layout reduces every time."""
+    def add(self, done: Differentiated, placement: Placement, small: SmallReductions, round_to: Rounder) -> None:
+        """Adds what a micro-batch gave, reducing what this layout reduces every time.
+
+        Args:
+            round_to: rounds sums that are kept in less than float32.
+        """
         grads = small.run(done.grads)
         for i, x in done.reduced.items():
             if i in placement.micro_routes:
                 grads[i] = x
             else:
-                self.final[i] = x
+                self.final[i] = x.to(placement.plan.specs.grads.layouts[i].dtype)
         for i, dtype in placement.widened.items():
             if (g := grads[i]) is not None:
                 grads[i] = g.to(dtype)
-        self.sums = [_add(held, g) for held, g in zip(self.sums, grads, strict=True)] if self.times else grads
+        if self.times:
+            names = [x.path for x in placement.plan.specs.accum.layouts]
+            self.sums = [_add(h, g, n, round_to) for h, g, n in zip(self.sums, grads, names, strict=True)]
+        else:
+            self.sums = grads
         self.used = [a or b for a, b in zip(self.used, done.used, strict=True)]
         self.times += 1
         if done.loss is not None:
@@ -66,8 +76,12 @@ class Window:
             self.buffers = [b.detach() for b in tree_lib.leaves(loss.buffers)]
 
 
-def _add(held: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
-    return held if grad is None else grad if held is None else held.add(grad)
+def _add(held: torch.Tensor | None, grad: torch.Tensor | None, path: str, round_to: Rounder) -> torch.Tensor | None:
+    if held is None or grad is None:
+        return held if grad is None else grad
+    if held.dtype in LOW:
+        return round_to(path, "accum", held.to(torch.float32).add(grad), held.dtype)
+    return held.add(grad)
 
 
 def open_window(plan: Plan, flat: FlatState) -> Window:

@@ -88,11 +88,16 @@ def grad_fn(loss_fn: LossFn, *, trainable: Any = None) -> Callable[..., tuple[An
     return run
 
 
-def gradients(total: torch.Tensor, wanted: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of a 0-dim tensor, None where it does not depend on a leaf."""
+def gradients(
+    total: torch.Tensor, wanted: list[torch.Tensor], cotangent: torch.Tensor | None = None
+) -> list[torch.Tensor | None]:
+    """The gradients of a 0-dim tensor times a cotangent (None: 1), None where it does not depend on a leaf."""
     if not wanted or not total.requires_grad:
         return [None] * len(wanted)
-    return list(torch.autograd.grad(total, wanted, allow_unused=True))
+    if cotangent is None:
+        return list(torch.autograd.grad(total, wanted, allow_unused=True))
+    total = total.to(torch.promote_types(total.dtype, torch.float32))  # a scale may be beyond float16
+    return list(torch.autograd.grad(total, wanted, cotangent.to(total.dtype), allow_unused=True))
 
 
 def _by_functorch(loss_fn: LossFn, params: Any, args: Any, kwargs: Any, trainable: Any) -> tuple[Any, Loss]:
