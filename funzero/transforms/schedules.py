@@ -171,7 +171,7 @@ def warmup_stable_decay(
     _positive("warmup_stable_decay", decay=decay, total=total)
     _not_negative("warmup_stable_decay", warmup=warmup)
     _expect(total >= warmup + decay, "warmup_stable_decay: total", f"at least warmup + decay = {warmup + decay}", total)
-    left = _one_of("warmup_stable_decay", "shape", shape, _DECAYS)
+    left = _falling("warmup_stable_decay", shape, tuple(_DECAYS))
 
     def fall(count: Any) -> torch.Tensor:
         return end + (peak - end) * left(((_count(count) - (total - decay - warmup)) / decay).clamp(0, 1))
@@ -230,7 +230,7 @@ def piecewise_interpolate(start: float, scales: Mapping[int, float], *, shape: s
     [1.0, 1.5, 2.0, 1.5, 1.0]
     """
     points = _points("piecewise_interpolate", start, scales)
-    return _through(points, _one_of("piecewise_interpolate", "shape", shape, {k: _DECAYS[k] for k in _BETWEEN}))
+    return _through(points, _falling("piecewise_interpolate", shape, ("linear", "cosine")))
 
 
 def cosine_onecycle(
@@ -304,9 +304,6 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return schedule
 
 
-_BETWEEN = ("linear", "cosine")
-
-
 def _after_warmup(then: Schedule, start: float, peak: float, warmup: int) -> Schedule:
     return then if warmup == 0 else join([linear(start, peak, warmup), then], [warmup])
 
@@ -354,7 +351,7 @@ def _expect(holds: bool, what: str, expectation: str, value: float) -> None:
         raise ValueError(f"{what} must be {expectation}, got {value}")
 
 
-def _one_of(where: str, name: str, value: str, table: Mapping[str, Any]) -> Any:
-    if value not in table:
-        raise ValueError(f"{where}: {name} must be one of {sorted(table)}, got {value!r}")
-    return table[value]
+def _falling(where: str, shape: str, known: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
+    if shape not in known:
+        raise ValueError(f"{where}: shape must be one of {sorted(known)}, got {shape!r}")
+    return _DECAYS[shape]
