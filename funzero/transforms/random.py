@@ -246,8 +246,9 @@ def dropout(
 ) -> torch.Tensor:
     """x / (1 - rate), and zero with probability `rate`: a function of its arguments, the same mask on every device.
 
-    What stays is `bernoulli(key, 1 - rate)`. A key repeats its mask, so recomputation in the backward needs no generator state. The backward keeps one byte for
-    each element. Under `torch.func.vmap` all samples share a mask; map over `index` to give them masks of their own.
+    What stays is `bernoulli(key, 1 - rate)`. A key repeats its mask, so recomputation in the backward needs no generator
+    state; the backward keeps one byte for each element. Under `torch.func.vmap` all samples share a mask; map over
+    `index` to give them masks of their own.
 
     Args:
         index, offset: of the elements of `x` in the global tensor; default: x is the whole.
