@@ -19,7 +19,7 @@ import torch
 
 from funzero.transforms import rng
 
-_TILE = 1 << 15  # elements for each CPU thread: the temporaries of a tile stay in its cache
+_TILE = 1 << 17  # elements for each CPU thread: larger leaves the cache, smaller makes threads wait for each other
 _TILE_DEVICE = 1 << 24
 _STREAM = 0x66756E7A  # sets these keys apart from those of `fold_in` by a user
 _SPAN = 1 << 32
