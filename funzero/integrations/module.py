@@ -19,7 +19,7 @@ from funzero.core.scope import Scope, current, scope
 from funzero.core.state import TrainState
 from funzero.executor import place
 from funzero.executor.standin import StandIn
-from funzero.transforms.rng import fold_in, seeded
+from funzero.transforms.rng import fold_in, make_key, seeded
 
 
 def split_module(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -107,6 +107,7 @@ def functional_call(
     params: Mapping[str, torch.Tensor],
     *args: Any,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    rng: torch.Tensor | int | None = None,
     training: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -115,6 +116,9 @@ def functional_call(
     Args:
         params: as from `split_module` (global shapes; of the local piece where a partition cuts the leaf).
         buffers: as from `split_module`; they are not written to. Without them the module's own are constants.
+        rng: a key (int64 [2]) or a seed. Torch's global generators, from which dropout draws, are seeded from it for the
+            call and afterwards are as they were; equal keys give equal masks. Parts that activation checkpointing runs
+            again in the backward repeat theirs. Without it the module draws from the generators as they are.
         training: the mode for this call; default: the module's own.
 
     Returns: the module's output; with `buffers`, (output, new buffers).
@@ -126,6 +130,9 @@ def functional_call(
         ValueError: names that do not fit. RuntimeError: a buffer was written without `buffers=`, or one module with two
         trees in one graph was recomputed by activation checkpointing.
     """
+    if rng is not None:
+        with seeded(make_key(rng), *_devices(params, buffers, args, kwargs)):
+            return functional_call(module, params, *args, buffers=buffers, training=training, **kwargs)
     outer = current()
     if outer is None:
         with scope():
@@ -153,6 +160,12 @@ def functional_call(
             "pass buffers=... and use the new ones that come back, or training=False"
         )
     return out
+
+
+def _devices(*trees: Any) -> list[torch.device]:
+    """Where a call with these trees may draw: where their tensors are, and where new ones are made."""
+    found = [x.device for tree in trees for x in tree_lib.leaves(tree) if isinstance(x, torch.Tensor)]
+    return list(dict.fromkeys([*found, torch.get_default_device()]))
 
 
 def _install(module: nn.Module, sites: _Sites, params: Mapping[str, torch.Tensor], outer: Scope) -> None:

@@ -1,6 +1,7 @@
 """Random keys: (seed, stream) as int64 [2] in host memory, and keys derived from them by a counter-based hash."""
 
 import contextlib
+import numbers
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,9 @@ def make_key(key: int | torch.Tensor) -> torch.Tensor:
         if key.dtype != torch.int64 or tuple(key.shape) != (2,):
             raise ValueError(f"key: expected int64 [2], got {key.dtype} {list(key.shape)}")
         return key.detach().to("cpu", copy=True)
-    return torch.tensor([key, 0], dtype=torch.int64)
+    if not isinstance(key, numbers.Integral):
+        raise TypeError(f"key: expected a seed or an int64 tensor [2], got {type(key).__name__}")
+    return torch.tensor([int(key), 0], dtype=torch.int64)
 
 
 def _mix(x: int) -> int:
@@ -49,18 +52,22 @@ def seed_of(key: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def seeded(key: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """Within the block torch's global generators are seeded by `key`; afterwards they are as they were found."""
-    cpu = torch.get_rng_state()
-    other = torch.get_device_module(device) if device.type != "cpu" else None
-    before = other.get_rng_state(device) if other else None
+def seeded(key: torch.Tensor, *devices: torch.device) -> Iterator[None]:
+    """Within the block torch's global generators are seeded by `key`; afterwards they are as they were found.
+
+    Args:
+        devices: whose generators, beside the CPU's.
+    """
+    cpu, seed = torch.get_rng_state(), seed_of(key)
+    others = [(torch.get_device_module(d), d) for d in dict.fromkeys(devices) if d.type not in ("cpu", "meta")]
+    before = [module.get_rng_state(device) for module, device in others]
     try:
-        seed = seed_of(key)
         torch.default_generator.manual_seed(seed)
-        if other:
-            other.manual_seed(seed)
+        for module, device in others:
+            with module.device(device):
+                module.manual_seed(seed)
         yield
     finally:
         torch.set_rng_state(cpu)
-        if other:
-            other.set_rng_state(before, device)
+        for (module, device), state in zip(others, before, strict=True):
+            module.set_rng_state(state, device)

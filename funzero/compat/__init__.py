@@ -1,0 +1,1 @@
+"""What other libraries wrote, read as funzero's own."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's settings, with its numbers."""
