@@ -22,10 +22,10 @@ class PartCaller:
         """`part.update` as if the leaves were whole; everything in and out is local."""
         if part.parts:
             return part.update(updates, state, params, call=self)
+        if part.needs == "norm":  # also where only a partition cuts
+            return part.update(updates, state, params, reduce=self.reduce)
         if part.needs == "element" or not any(x.ranks > 1 for x in self.layouts.values()):
             return part.update(updates, state, params)
-        if part.needs == "norm":
-            return part.update(updates, state, params, reduce=self.reduce)
         return self._on_whole_leaves(part, updates, state, params)
 
     def reduce(self, path: str, x: torch.Tensor) -> torch.Tensor:
