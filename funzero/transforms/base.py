@@ -150,7 +150,7 @@ class Hyperparams:
         """The part of a transform's state that these hyper-parameters need."""
         kind = scalar_kind(params)
         numbers = {
-            k: torch.tensor(float(v), **kind)
+            k: torch.full((), float(v), **kind)
             for k, v in self.given.items()
             if not callable(v) and not isinstance(v, torch.Tensor)
         }
