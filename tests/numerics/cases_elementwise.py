@@ -152,10 +152,11 @@ FREE = {
     "schedule_free": free(0.1, b1=0.8, weight_lr_power=1.0),
     "schedule_free_scheduled": free(rate),
     "schedule_free_adamw": same("schedule_free_adamw"),
+    # Optax evaluates its schedules in float32, so these rates have few digits.
     "schedule_free_adamw_warmup": same(
         "schedule_free_adamw", 1e-2, warmup_steps=4, weight_decay=0.1, b1=0.95, eps=1e-6
     ),
-    "schedule_free_sgd_warmup": same("schedule_free_sgd", 0.1, warmup_steps=20, weight_decay=0.1),
+    "schedule_free_sgd_warmup": same("schedule_free_sgd", 0.125, warmup_steps=16, weight_decay=0.1),
 }
 CASES |= FREE
 CASES |= {f"{name}_eval": evaluated(case) for name, case in FREE.items()}
