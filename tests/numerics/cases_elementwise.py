@@ -154,7 +154,7 @@ FREE = {
     "schedule_free_adamw": same("schedule_free_adamw"),
     # Optax evaluates its schedules in float32, so these rates have few digits.
     "schedule_free_adamw_warmup": same(
-        "schedule_free_adamw", 1e-2, warmup_steps=4, weight_decay=0.1, b1=0.95, eps=1e-6
+        "schedule_free_adamw", 2**-6, warmup_steps=4, weight_decay=0.1, b1=0.95, eps=1e-6
     ),
     "schedule_free_sgd_warmup": same("schedule_free_sgd", 0.125, warmup_steps=16, weight_decay=0.1),
 }
