@@ -35,6 +35,8 @@ class PartCaller:
 
     def _on_whole_leaves(self, part: Transform, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         def whole(path: str, x: torch.Tensor) -> torch.Tensor:
+            if x.device.type == "meta":  # stands for the param of a leaf that took no part
+                return torch.empty(self.layouts[path].piece_shape, dtype=x.dtype, device="meta")
             return place.whole_piece(x, self.layouts[path])
 
         def cut(path: str, x: torch.Tensor) -> torch.Tensor:
