@@ -201,7 +201,9 @@ def test_only_plain_adam_is_offered_to_the_fused_kernel():
 
 
 @pytest.mark.parametrize(
-    "options", [{"nesterov": True}, {"eps_root": 1e-2}, {"eps_root": 1e-2, "nesterov": True}], ids=str
+    "options",
+    [{"nesterov": True}, {"eps_root": 1e-2}, {"eps_root": 1e-2, "nesterov": True}, {"b1": lambda t: 0.8 / (t + 1)}],
+    ids=lambda options: " ".join(options),
 )
 def test_a_step_with_the_options_of_adam_is_the_plain_functions(options):
     def loss_fn(p, batch):
@@ -323,6 +325,18 @@ def test_evaluation_params_are_found_inside_a_chain():
     torch.testing.assert_close(schedule_free_eval_params(state, params)["z"], torch.tensor([0.5, 1.5]))
     with pytest.raises(ValueError, match="b1 must be above 0"):
         schedule_free(fz.sgd(0.1), 0.1, b1=0.0)
+
+
+def test_the_base_of_schedule_free_reads_count_0_first():
+    """The weights read the schedule from 1, as in Optax; the steps of z read it from 0."""
+    params, ones = {"w": torch.zeros(2, dtype=torch.float64)}, {"w": torch.ones(2, dtype=torch.float64)}
+    tx = schedule_free(fz.sgd(lambda t: t * 1.0), lambda t: t * 1.0)
+    state, places = tx.init(params), []
+    for _ in range(3):
+        updates, state = tx.update(ones, state, params)
+        params = fz.apply_updates(params, updates)
+        places.append(float(state["z"]["w"][0]))
+    assert places == [0.0, -1.0, -3.0] and state["max_lr"] == 3.0
 
 
 # inject_hyperparams
