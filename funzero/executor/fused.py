@@ -129,6 +129,8 @@ def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:
     entries = part_names(tx.parts)
     place = {path: i for i, path in enumerate(tree_lib.paths(specs.tree))}
     adam, rate = entries[0], entries[-1]
+    if any(f"{adam}/mu/{n}" not in place for n in names):
+        return None  # these parts are not a chain's but a partition's
     sources = [(adam, tx.parts[0]), (rate, tx.parts[-1])]
     decays = [False] * len(names)
     if len(kinds) == 3:

@@ -221,6 +221,14 @@ def test_a_step_with_the_options_of_adam_is_the_plain_functions(options):
     torch.testing.assert_close(fz.gather(state.params, state.specs.params)["w"], right["w"], rtol=1e-6, atol=1e-6)
 
 
+def test_a_partition_whose_parts_are_those_of_adam_is_not_adam():
+    tx = fz.partition({"a": fz.scale_by_adam(eps=0.0), "b": fz.scale_by_learning_rate(0.5)}, {"w": "a", "v": "b"})
+    state = fz.init_state({"w": torch.zeros(3), "v": torch.zeros(2)}, tx)
+    step = fz.make_step(lambda p, batch: (p["w"] * batch["x"]).sum() + p["v"].sum(), tx)
+    state, _ = step(state, {"x": torch.full((1, 3), 2.0)})
+    assert torch.equal(state.params["w"], torch.ones(3)) and torch.equal(state.params["v"], torch.full((2,), -0.5))
+
+
 def test_complex_leaves_move_as_optax_says():
     """Adam's direction of a complex gradient, by hand: g / (|g| + eps) in the first update."""
     params = {"w": torch.tensor([1.0 + 1.0j, 0.5 - 2.0j], dtype=torch.complex128)}
