@@ -159,6 +159,8 @@ def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:
     entries = part_names(tx.parts)
     place = {path: i for i, path in enumerate(tree_lib.paths(specs.tree))}
     adam, rate = entries[0], entries[-1]
+    if any(f"{adam}/mu/{n}" not in place for n in names):
+        return None  # these parts are not a chain's but a partition's
     sources = [(adam, tx.parts[0]), (rate, tx.parts[-1])]
     decays = [False] * len(names)
     if len(kinds) == 3:
@@ -179,9 +181,14 @@ def match(tx: Transform, specs: Specs, names: list[str]) -> FusedAdam | None:
         nu=[place[f"{adam}/nu/{n}"] for n in names],
         count=[place[f"{adam}/count/{n}"] for n in names],
         decays=decays,
-        schedule_counts=[place[f"{e}/count"] for e, _ in sources if f"{e}/count" in place],
+        schedule_counts=[place[path] for path in (_count_path(e, part) for e, part in sources) if path in place],
         hyper=hyper,
     )
+
+
+def _count_path(entry: str, part: Transform) -> str:
+    """Where the count of its schedules lies, if it has any."""
+    return f"{entry}/{part.fused[1][0].count}"  # type: ignore[index]
 
 
 def _readers(entry: str, hyper: Hyperparams, place: dict[str, int]) -> dict[str, Reader]:
@@ -192,7 +199,7 @@ def _readers(entry: str, hyper: Hyperparams, place: dict[str, int]) -> dict[str,
         return lambda leaves: float(schedule(leaves[i].to(torch.float64)))
 
     return {
-        name: scheduled(value, place[f"{entry}/count"])
+        name: scheduled(value, place[f"{entry}/{hyper.count}"])
         if callable(value)
         else stored(place[f"{entry}/hyperparams/{name}"])
         for name, value in hyper.given.items()

@@ -22,10 +22,10 @@ class PartCaller:
         """`part.update` as if the leaves were whole; everything in and out is local."""
         if part.parts:
             return part.update(updates, state, params, call=self)
+        if part.needs == "norm":  # also where only a partition cuts
+            return part.update(updates, state, params, reduce=self.reduce)
         if part.needs == "element" or not any(x.ranks > 1 for x in self.layouts.values()):
             return part.update(updates, state, params)
-        if part.needs == "norm":
-            return part.update(updates, state, params, reduce=self.reduce)
         return self._on_whole_leaves(part, updates, state, params)
 
     def reduce(self, path: str, x: torch.Tensor) -> torch.Tensor:
@@ -35,6 +35,8 @@ class PartCaller:
 
     def _on_whole_leaves(self, part: Transform, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         def whole(path: str, x: torch.Tensor) -> torch.Tensor:
+            if x.device.type == "meta":  # stands for the param of a leaf that took no part
+                return torch.empty(self.layouts[path].piece_shape, dtype=x.dtype, device="meta")
             return place.whole_piece(x, self.layouts[path])
 
         def cut(path: str, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from funzero.core import tree as tree_lib
 
 NEEDS = ("leaf", "norm", "element")
 Schedule = Callable[[torch.Tensor], Any]
-Scalar = float | Schedule
+Scalar = float | torch.Tensor | Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,36 @@ def leafwise(
         new_updates, new = update(updates, state, params, **extra)
         return new_updates, tree_lib.map(lambda old, x: x.to(old.dtype), state, new)
 
+    if any(isinstance(x, Hyperparams) and x.live for x in (fused or (name, ()))[1]):
+        fused = None  # a kernel reads its numbers from the state
     return Transform(init, skip_missing(keep_dtypes, init), needs=needs, name=name, fused=fused)
+
+
+def find_state(state: Any, keys: set[str], what: str) -> dict[str, Any]:
+    """The one dict inside `state` that has these entries."""
+    found: list[dict[str, Any]] = []
+
+    def walk(sub: Any) -> None:
+        if isinstance(sub, dict) and keys <= sub.keys():
+            found.append(sub)
+        elif isinstance(sub, dict):
+            for child in sub.values():
+                walk(child)
+
+    walk(state)
+    if len(found) != 1:
+        raise ValueError(
+            f"{what}: expected one place in the state with {sorted(keys)}, found {len(found)}; pass that part of it"
+        )
+    return found[0]
+
+
+def scalar_kind(params: Any) -> dict[str, Any]:
+    """The dtype and device of scalars kept for these params: float32, or float64 when a param is."""
+    leaves = tree_lib.leaves(params)
+    wide = any(x.dtype in (torch.float64, torch.complex128) for x in leaves)
+    device = next((x.device for x in leaves), torch.device("cpu"))
+    return {"dtype": torch.float64 if wide else torch.float32, "device": device}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,33 +131,47 @@ class Hyperparams:
     """Numbers become leaves of the state, schedules are evaluated at one count of applied updates.
 
     The leaves are float32, or float64 when a param is (so that float64 runs do not lose the digits of `0.1`). They are
-    kept under `hyperparams`, so a new value needs no new step function.
+    kept under `hyperparams`, so a new value needs no new step function. A 0-dim tensor is used as it is, and is no leaf:
+    gradients flow to it.
+
+    Attributes:
+        given: number, tensor or schedule, by name. count: the entry of the count that the schedules read.
     """
 
     given: dict[str, Any]
+    count: str = "count"
+
+    @property
+    def live(self) -> bool:
+        """Whether some value is a tensor of the caller's."""
+        return any(isinstance(v, torch.Tensor) for v in self.given.values())
 
     def init(self, params: Any) -> dict[str, Any]:
         """The part of a transform's state that these hyper-parameters need."""
-        leaves = tree_lib.leaves(params)
-        wide = any(x.dtype in (torch.float64, torch.complex128) for x in leaves)
-        dtype = torch.float64 if wide else torch.float32
-        device = next((x.device for x in leaves), torch.device("cpu"))
+        kind = scalar_kind(params)
         numbers = {
-            k: torch.tensor(float(v), dtype=dtype, device=device) for k, v in self.given.items() if not callable(v)
+            k: torch.full((), float(v), **kind)
+            for k, v in self.given.items()
+            if not callable(v) and not isinstance(v, torch.Tensor)
         }
         state: dict[str, Any] = {"hyperparams": numbers} if numbers else {}
-        if len(numbers) < len(self.given):
-            state["count"] = torch.zeros((), dtype=torch.int32, device=device)
+        if any(callable(v) for v in self.given.values()):
+            state[self.count] = torch.zeros((), dtype=torch.int32, device=kind["device"])
         return state
 
     def read(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The values for this update, by name; 0-dim tensors or numbers."""
+        """The values for this update, by name; 0-dim tensors."""
         values = dict(state.get("hyperparams", {}))
         for name, value in self.given.items():
             if callable(value):
-                values[name] = value(state["count"].to(torch.float64))
+                value = value(state[self.count].to(torch.float64))
+                values[name] = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+            elif isinstance(value, torch.Tensor):
+                values[name] = value
         return values
 
     def advance(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state after one update."""
-        return {**state, "count": state["count"] + 1} if "count" in state else state
+        if not any(callable(v) for v in self.given.values()):
+            return state
+        return {**state, self.count: state[self.count] + 1}

@@ -60,6 +60,22 @@ def add_decayed_weights(weight_decay: Scalar = 0.0, mask: Any = None) -> Transfo
     return inner if mask is None else masked(inner, mask)
 
 
+def clip(max_delta: Scalar) -> Transform:
+    """u' = u within [-max_delta, max_delta], element by element; real leaves only.
+
+    >>> tx = clip(1.0)
+    >>> tx.update({"w": torch.tensor([0.5, -3.0])}, tx.init({"w": torch.zeros(2)}))[0]["w"]
+    tensor([ 0.5000, -1.0000])
+    """
+    hyper = Hyperparams({"max_delta": max_delta})
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        limit = hyper.read(state)["max_delta"]
+        return tree_lib.map(lambda u: torch.clamp(u, -limit, limit), updates), hyper.advance(state)
+
+    return leafwise("clip", hyper.init, update)
+
+
 def trace(decay: Scalar, nesterov: bool = False) -> Transform:
     """Momentum: t' = g + decay * t; the update is t', or g + decay * t' with `nesterov`.
 
