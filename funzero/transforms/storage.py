@@ -44,8 +44,8 @@ class Rounder:
         if self.rounding != "stochastic" or dtype != torch.bfloat16 or wide.dtype == dtype:
             return wide.to(dtype)
         stream = fold_in(self.key, zlib.crc32(path.encode()), zlib.crc32(what.encode()))
-        bits = random_bits16(stream, self.index(path)).view(wide.shape)
-        return stochastic_round(wide.float(), dtype, bits)
+        bits = random_bits16(stream, self.index(path), device=wide.device).view(wide.shape)
+        return stochastic_round(wide.float(), bits=bits, dtype=dtype)
 
 
 def rounder(policy: Policy, key: torch.Tensor, step: torch.Tensor, index: Index) -> Rounder:
