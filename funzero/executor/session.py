@@ -219,7 +219,9 @@ class Session:
             opened.in_backward = True
             if scale is not None:
                 power = power_above(1 if loss.weight is None else loss.weight).to(scale.device)
-            grads = gradients(loss.total, list(wanted.values()), None if power is None else scale / power)
+            grads = gradients(
+                loss.total, list(wanted.values()), None if scale is None or power is None else scale / power
+            )
         if lazy is not None:
             lazy.close()
         handed.check(plan.specs.params.layouts)
