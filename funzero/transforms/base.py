@@ -112,9 +112,13 @@ class Hyperparams:
 
     The leaves are float32, or float64 when a param is (so that float64 runs do not lose the digits of `0.1`). They are
     kept under `hyperparams`, so a new value needs no new step function.
+
+    Attributes:
+        given: number or schedule, by name. count: the entry of the count that the schedules read.
     """
 
     given: dict[str, Any]
+    count: str = "count"
 
     def init(self, params: Any) -> dict[str, Any]:
         """The part of a transform's state that these hyper-parameters need."""
@@ -127,7 +131,7 @@ class Hyperparams:
         }
         state: dict[str, Any] = {"hyperparams": numbers} if numbers else {}
         if len(numbers) < len(self.given):
-            state["count"] = torch.zeros((), dtype=torch.int32, device=device)
+            state[self.count] = torch.zeros((), dtype=torch.int32, device=device)
         return state
 
     def read(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -135,9 +139,11 @@ class Hyperparams:
         values = dict(state.get("hyperparams", {}))
         for name, value in self.given.items():
             if callable(value):
-                values[name] = value(state["count"].to(torch.float64))
+                values[name] = value(state[self.count].to(torch.float64))
         return values
 
     def advance(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state after one update."""
-        return {**state, "count": state["count"] + 1} if "count" in state else state
+        if not any(callable(v) for v in self.given.values()):
+            return state
+        return {**state, self.count: state[self.count] + 1}

@@ -59,7 +59,8 @@ def clip_by_block_rms(threshold: Scalar) -> Transform:
         limit = hyper.read(state)["threshold"]
 
         def clip(path: str, u: torch.Tensor) -> torch.Tensor:
-            return u / (rms(path, u, reduce) / limit).clamp(min=1.0)
+            excess: torch.Tensor = rms(path, u, reduce) / limit
+            return u / excess.clamp(min=1.0)
 
         return tree_lib.map_with_path(clip, updates), hyper.advance(state)
 

@@ -46,7 +46,8 @@ def scale_by_factored_rms(
     >>> [tuple(state[k]["w"].shape) for k in ("v_row", "v_col", "v")]
     [(2,), (3,), (0,)]
     """
-    hyper = Hyperparams({"decay_rate": decay_rate, "step_offset": step_offset, "epsilon": epsilon})
+    given = {"decay_rate": decay_rate, "step_offset": step_offset, "epsilon": epsilon}
+    hyper = Hyperparams(given, count="schedule_count")
 
     def dims_of(x: torch.Tensor) -> tuple[int, int] | None:
         return factored_dims(x.shape, min_dim_size_to_factor) if factored else None
@@ -65,7 +66,7 @@ def scale_by_factored_rms(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         h = hyper.read(state)
         columns = [_leaves(tree) for tree in (updates, *(state[k] for k in MOMENTS), state["count"])]
-        made = []
+        made: list[tuple[torch.Tensor, ...]] = []
         for g, row, col, v, count in zip(*columns, strict=True):
             b = 1 - (count.double() + 1 - h["step_offset"]) ** -h["decay_rate"]
             squares, dims = g.conj() * g + h["epsilon"], dims_of(g)

@@ -17,13 +17,16 @@ from funzero.transforms.basic import add_decayed_weights, scale_by_learning_rate
 from funzero.transforms.chain import chain
 
 
-def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8) -> Transform:
+def scale_by_adam(
+    b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8, eps_root: Scalar = 0.0, *, nesterov: bool = False
+) -> Transform:
     """Adam's direction, see the equations of this module.
 
     The state holds `mu` and `nu` like the params, and an int32 `count` for each leaf: a leaf that took no part in an
     update keeps its own. For complex leaves nu is the mean of the squared modulus, as in Optax.
     """
-    hyper = Hyperparams({"b1": b1, "b2": b2, "eps": eps})
+    rootless = isinstance(eps_root, int | float) and eps_root == 0
+    hyper = Hyperparams({"b1": b1, "b2": b2, "eps": eps} | ({} if rootless else {"eps_root": eps_root}))
 
     def init(params: Any) -> Any:
         return {
@@ -40,13 +43,16 @@ def scale_by_adam(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8) -> T
         mu = tree_lib.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state["mu"])
         nu = tree_lib.map(lambda g, v: b2 * v + (1 - b2) * (g.conj() * g), updates, state["nu"])
 
-        def direction(m: torch.Tensor, v: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            step: torch.Tensor = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
+        def direction(m: torch.Tensor, v: torch.Tensor, t: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            m_hat = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t) if nesterov else m / (1 - b1**t)
+            v_hat = v / (1 - b2**t)
+            step: torch.Tensor = m_hat / ((v_hat if rootless else v_hat + h["eps_root"]).sqrt() + eps)
             return step
 
-        return tree_lib.map(direction, mu, nu, count), {**state, "count": count, "mu": mu, "nu": nu}
+        return tree_lib.map(direction, mu, nu, count, updates), {**state, "count": count, "mu": mu, "nu": nu}
 
-    return leafwise("scale_by_adam", init, update, fused=("scale_by_adam", (hyper,)))
+    fused = ("scale_by_adam", (hyper,)) if rootless and not nesterov else None
+    return leafwise("scale_by_adam", init, update, fused=fused)
 
 
 def adam(learning_rate: Scalar, b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8) -> Transform:
@@ -61,6 +67,9 @@ def adamw(
     eps: Scalar = 1e-8,
     weight_decay: Scalar = 1e-4,
     mask: Any = None,
+    *,
+    eps_root: Scalar = 0.0,
+    nesterov: bool = False,
 ) -> Transform:
     """Adam with decoupled weight decay: p' = p - learning_rate * (u + weight_decay * p); Optax's defaults.
 
@@ -72,7 +81,7 @@ def adamw(
     >>> tx = fz.adamw(fz.schedules.warmup_cosine(3e-4, warmup=200, total=10_000), weight_decay=0.1)
     """
     return chain(
-        scale_by_adam(b1, b2, eps),
+        scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
         name="adamw",

@@ -74,7 +74,7 @@ def scale_by_muon(
 
     Raises ValueError at `init` for a leaf that is not a matrix: `muon` gives such leaves to AdamW.
     """
-    hyper = Hyperparams({"beta": beta, "eps": eps})
+    hyper = Hyperparams({"beta": beta, "eps": eps}, count="schedule_count")
     polynomials = _polynomials(ns_coeffs, ns_steps)
 
     def init(params: Any) -> Any:
@@ -195,8 +195,7 @@ def muon(
         weight_decay=adam_weight_decay,
         nesterov=nesterov,
     )
-    labels = _label_by_dims
-    return partition({"muon": matrices, "adam": others}, labels, name="muon")
+    return partition({"muon": matrices, "adam": others}, _label_by_dims, name="muon")
 
 
 def _label_by_dims(params: Any) -> Any:
