@@ -85,8 +85,8 @@ def _scale_by_adam(bits: int, b1: Scalar, b2: Scalar, eps: Scalar, block: int) -
 
         def one(g: torch.Tensor, count: torch.Tensor, *kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
             g, t = g.to(torch.promote_types(g.dtype, torch.float32)), count + 1
-            m = b1 * load(*kept[:2], books[0], g) + (1 - b1) * g
-            v = b2 * load(*kept[2:], books[1], g).square() + (1 - b2) * g * g
+            m = b1 * load(kept[0], kept[1], books[0], g) + (1 - b1) * g
+            v = b2 * load(kept[2], kept[3], books[1], g).square() + (1 - b2) * g * g
             u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
             return u, t, *store(m, books[0]), *store(v.sqrt(), books[1])
 
