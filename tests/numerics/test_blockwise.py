@@ -1,5 +1,6 @@
 """Moments in 8 and 4 bits: what they weigh, that they learn, and that their blocks lie where their param's chunks do."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -52,12 +53,12 @@ def test_pack_is_undone(n):
     assert len(blockwise.pack(codes)) == (n + 1) // 2
 
 
-def regression(tx: Transform, steps: int = 500) -> float:
-    """The loss that a two-layer net reaches on 256 noisy samples whose inputs differ in size by a hundred."""
-    random = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
-    x = draw(256, 16) * torch.logspace(-2, 0, 16)
-    y = torch.sin(2 * x @ draw(16, 1)) + 0.3 * draw(256, 1)
+def regression(tx: Transform, seed: int, steps: int = 500) -> float:
+    """The mean square error of a two-layer net on 4096 samples; their noise alone gives 0.09."""
+    random = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=random)
+    x = draw(4096, 16) * torch.logspace(-1, 0, 16)
+    y = torch.sin(x @ draw(16, 1) / 1.5) + 0.3 * draw(4096, 1)
     params = {"a": draw(16, 48) / 4, "b": draw(48) / 4, "c": draw(48, 1) / 7}
     state = tx.init(params)
 
@@ -65,7 +66,7 @@ def regression(tx: Transform, steps: int = 500) -> float:
         return ((torch.tanh(x[rows] @ p["a"] + p["b"]) @ p["c"] - y[rows]) ** 2).mean()
 
     for _ in range(steps):
-        rows = torch.randint(0, 256, (64,), generator=random)
+        rows = torch.randint(0, 4096, (64,), generator=random)
         leaves = {k: p.requires_grad_() for k, p in params.items()}
         grads = dict(zip(leaves, torch.autograd.grad(loss(leaves, rows), list(leaves.values())), strict=True))
         params = {k: p.detach() for k, p in params.items()}
@@ -77,8 +78,9 @@ def regression(tx: Transform, steps: int = 500) -> float:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_learns_like_adamw(bits):
     rate = fz.schedules.warmup_cosine(1e-2, warmup=20, total=500)
-    want, found = regression(fz.adamw(rate)), regression(KINDS[bits][0](rate))
-    assert abs(found - want) < (0.02 if bits == 8 else 0.05) * want, f"{found}, adamw {want}"
+    for seed in range(3):
+        want, found = regression(fz.adamw(rate), seed), regression(KINDS[bits][0](rate), seed)
+        assert want < 0.1 and abs(found - want) < 0.03 * want, f"seed {seed}: {found}, adamw {want}"
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -122,7 +124,7 @@ def test_what_cannot_be_cut_is_refused():
         fz.zero_specs(shapes, short, mesh, stage=1)
     with pytest.raises(ValueError, match="positive multiple of 2, got 7"):
         adamw_4bit(1e-3, block_size=7)
-    with pytest.raises(TypeError, match="w is torch.complex64"):
+    with pytest.raises(TypeError, match=r"w is torch\.complex64"):
         adamw_8bit(1e-3).init({"w": torch.zeros(2, dtype=torch.complex64)})
 
 
