@@ -52,7 +52,7 @@ def encode(x: torch.Tensor, book: Book, block: int) -> tuple[torch.Tensor, torch
 
     >>> codes, scales = encode(torch.tensor([0.5, -2.0, 0.0]), signed_book(8), block=2)
     >>> decode(codes, scales, signed_book(8), block=2)
-    tensor([ 0.4937, -2.0000,  0.0000])
+    tensor([ 0.5094, -2.0000,  0.0000])
     """
     rows = F.pad(x, (0, -x.numel() % block)).view(-1, block)
     scales = rows.abs().amax(1).float() if rows.numel() else x.new_zeros(0, dtype=torch.float32)
