@@ -107,14 +107,17 @@ def zero_specs(
 
     params = Specs.bind(mesh, tree_lib.map_with_path(params_spec, shapes), shapes, "params")
     seen = optimized(shapes, trains)
-    grads = tree_lib.map_with_path(lambda p, _: cut(p, tx.quantum) if stage else Spec(parts[p]), seen)
+    grads = tree_lib.map_with_path(
+        lambda p, _: cut(p, tx.quantum) if stage else Spec(parts[p], quantum=tx.quantum), seen
+    )
     accum = tree_lib.map_with_path(lambda p, _: _accum_spec(cut(p, tx.quantum), stage, mesh), seen)
     wide = tree_lib.map(lambda x: torch.empty(x.shape, dtype=policy.accum_dtype(x.dtype), device="meta"), seen)
+    bound = Specs.bind(mesh, grads, wide, "grads")
     return StateSpecs(
         params=params,
-        opt_state=_opt_specs(stored(tx, policy), seen, grads, mesh),
+        opt_state=_opt_specs(stored(tx, policy), seen, bound),
         accum=Specs.bind(mesh, accum, wide, "accum/grads"),
-        grads=Specs.bind(mesh, grads, wide, "grads"),
+        grads=bound,
         buffers=Specs.bind(mesh, Spec(), abstract.eval_shape(buffers), "buffers"),
     )
 
@@ -131,17 +134,16 @@ def _accum_spec(cut: Spec, stage: int, mesh: Mesh) -> Spec:
     return dataclasses.replace(cut, flat=flat, unreduced=open_axes)
 
 
-def _opt_specs(tx: Transform, seen: Any, grads: Any, mesh: Mesh) -> Specs:
-    """A leaf made from a param, of its shape, is cut like its gradient; any other is replicated."""
+def _opt_specs(tx: Transform, seen: Any, grads: Specs) -> Specs:
+    """A leaf made from a param, of its shape or of one element a block, is cut like its gradient; others are replicated."""
     state, origin = abstract.sources(tx.init, seen)
-    by_path = dict(zip(*tree_lib.flatten_with_paths(seen)[:2], strict=True))
-    spec_of = dict(zip(*tree_lib.flatten_with_paths(grads)[:2], strict=True))
-    leaves, treedef = tree_lib.flatten(state)
+    by_path = dict(zip(tree_lib.paths(grads.tree), grads.layouts, strict=True))
+    names, leaves, treedef = tree_lib.flatten_with_paths(state)
     specs = [
-        spec_of[src] if src is not None and abstract.mirrors(leaf, tuple(by_path[src].shape)) else Spec()
-        for leaf, src in zip(leaves, origin, strict=True)
+        abstract.state_spec(leaf, made, by_path[made.path] if made else None, f"opt_state/{name}")
+        for name, leaf, made in zip(names, leaves, origin, strict=True)
     ]
-    return Specs.bind(mesh, tree_lib.unflatten(treedef, specs), state, "opt_state")
+    return Specs.bind(grads.mesh, tree_lib.unflatten(treedef, specs), state, "opt_state")
 
 
 def default_specs(

@@ -1,12 +1,15 @@
 """Abstract values: leaves with a shape and a dtype but no memory, and where a leaf was made from."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from funzero.core import tree as tree_lib
+from funzero.core.spec import Layout, P, Spec
 
 MAX_WORK = 1_000_000  # of the search for a common element of two views, before they are taken to overlap
 
@@ -19,6 +22,7 @@ class Placeholder(torch.Tensor):
     """
 
     source: str | None = None
+    block = 0  # see Source
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,11 +43,23 @@ def placeholder(like: torch.Tensor, source: str | None) -> Placeholder:
     return made
 
 
-def sources(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[str | None]]:
-    """Runs `init` on placeholders of `params`: the abstract result, and for each leaf the path of its param, or None."""
+class Source(NamedTuple):
+    """The param that a leaf was made from: its path, and of how many of its elements each of the leaf's tells.
+
+    `block` is 0 where nothing says so, see `zeros_per_block`.
+    """
+
+    path: str
+    block: int = 0
+
+
+def sources(init: Callable[[Any], Any], params: Any) -> tuple[Any, list[Source | None]]:
+    """Runs `init` on placeholders of `params`: the abstract result, and for each leaf what it was made from, or None."""
     made = init(tree_lib.map_with_path(lambda path, x: placeholder(x, path), params))
     leaves, treedef = tree_lib.flatten(made)
-    origin = [x.source if isinstance(x, Placeholder) else None for x in leaves]
+    origin = [
+        Source(x.source, x.block) if isinstance(x, Placeholder) and x.source is not None else None for x in leaves
+    ]
     plain = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in map(_plain, leaves)]
     return tree_lib.unflatten(treedef, plain), origin
 
@@ -56,6 +72,44 @@ def mirrors(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(leaf.shape) == tuple(shape) and (
         leaf.dim() > 0 or leaf.dtype.is_floating_point or leaf.dtype.is_complex
     )
+
+
+def zeros_per_block(param: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros with one element for each `block` elements of the flattened param, the last of which may be fewer.
+
+    Made in a transform's `init`, such a leaf is cut at the same chunks as its param. The transform's `quantum` must be
+    a multiple of `block`, so that no block lies on two ranks.
+    """
+    made = param.new_zeros(math.ceil(param.numel() / block), dtype=dtype)
+    if isinstance(made, Placeholder):
+        made.block = block
+    return made
+
+
+def state_spec(leaf: torch.Tensor, source: Source | None, param: Layout | None, name: str) -> Spec:
+    """The spec of a state leaf: its param's if it mirrors that, cut at the same chunks if it has blocks, else whole.
+
+    Args:
+        leaf: its global shape. source: what it was made from. param: the layout of that. name: of the leaf, for errors.
+
+    Raises ValueError where blocks would depend on the mesh.
+    """
+    if source is None or param is None:
+        return Spec()
+    spec = param.spec
+    if not source.block:
+        return spec if mirrors(leaf, param.shape) else Spec()
+    if param.mesh.size(spec.partition.axes) > 1:
+        raise ValueError(
+            f"{name}: has one element for each {source.block} of {source.path}, which {spec.partition} cuts: its blocks "
+            "would depend on the mesh; give that leaf another optimizer by partition(...)"
+        )
+    if spec.quantum % source.block:
+        raise ValueError(
+            f"{name}: has one element for each {source.block} of {source.path}, whose chunks are multiples of "
+            f"{spec.quantum}; the transform needs quantum={source.block}"
+        )
+    return dataclasses.replace(spec, partition=P(), quantum=spec.quantum // source.block)
 
 
 def _plain(leaf: torch.Tensor) -> torch.Tensor:

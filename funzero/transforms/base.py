@@ -12,6 +12,7 @@ from funzero.core import tree as tree_lib
 NEEDS = ("leaf", "norm", "element")
 Schedule = Callable[[torch.Tensor], Any]
 Scalar = float | torch.Tensor | Schedule
+Reduce = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Transform:
             raise ValueError(f"Transform(needs={self.needs!r}): expected one of {NEEDS}")
 
 
+def unshared(path: str, x: torch.Tensor) -> torch.Tensor:
+    """The `reduce` of whole leaves: `x` itself."""
+    return x
+
+
 def missing_paths(updates: Any, params: Any) -> set[str]:
     """The paths of `params` at which `updates` has no leaf."""
     return set(tree_lib.paths(params)) - set(tree_lib.paths(updates))
@@ -64,7 +70,9 @@ def skip_missing(update: Callable[..., tuple[Any, Any]], init: Callable[[Any], A
             raise ValueError("update: the updates hold None, which needs params=... to tell whose state stays")
         absent = missing_paths(updates, params)
         _, origin = abstract.sources(init, params)
-        held = {p for p, source in zip(tree_lib.paths(state), origin, strict=True) if source in absent}
+        held = {
+            p for p, made in zip(tree_lib.paths(state), origin, strict=True) if made is not None and made.path in absent
+        }
         new_updates, new_state = update(
             tree_lib.prune(without_none(updates, params), absent.__contains__),
             tree_lib.prune(state, held.__contains__),
@@ -87,6 +95,7 @@ def leafwise(
     update: Callable[..., tuple[Any, Any]],
     needs: str = "element",
     fused: tuple[str, tuple[Any, ...]] | None = None,
+    quantum: int = 1,
 ) -> Transform:
     """A transform that is not a composite: it accepts `None` in its updates, and its state keeps its dtypes."""
 
@@ -96,7 +105,7 @@ def leafwise(
 
     if any(isinstance(x, Hyperparams) and x.live for x in (fused or (name, ()))[1]):
         fused = None  # a kernel reads its numbers from the state
-    return Transform(init, skip_missing(keep_dtypes, init), needs=needs, name=name, fused=fused)
+    return Transform(init, skip_missing(keep_dtypes, init), needs=needs, quantum=quantum, name=name, fused=fused)
 
 
 def find_state(state: Any, keys: set[str], what: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The small transforms that optimizers are made of."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,12 +20,16 @@ def scale(factor: Scalar) -> Transform:
     return _scale("scale", "factor", factor, 1.0)
 
 
-def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
+def scale_by_learning_rate(learning_rate: Scalar, *, flip_sign: bool = True) -> Transform:
     """u' = -learning_rate * u.
 
     Args:
         learning_rate: a number, or a schedule: a function of the count of applied updates (0-dim float64, from 0).
+        flip_sign: False for u' = learning_rate * u.
     """
+    if not flip_sign:
+        made = _scale("scale_by_learning_rate", "learning_rate", learning_rate, 1.0)
+        return dataclasses.replace(made, fused=None)  # the fused kernels descend
     return _scale("scale_by_learning_rate", "learning_rate", learning_rate, -1.0)
 
 

@@ -78,7 +78,8 @@ def _element_wise(tx: Transform) -> bool:
 def _restarted(tx: Transform, params: Any, state: Any, synced: Any) -> Any:
     """`state` as `tx.init` makes it, for the leaves that are synchronised; what belongs to no leaf, if one of them is."""
     names = tree_lib.paths(state)
-    fresh, origin = tree_lib.leaves(tx.init(params)), abstract.sources(tx.init, params)[1]
+    fresh = tree_lib.leaves(tx.init(params))
+    origin = [source and source.path for source in abstract.sources(tx.init, params)[1]]
     flags = dict(zip(*tree_lib.flatten_with_paths(synced)[:2], strict=True))
     some = torch.stack(list(flags.values())).any() if flags else torch.tensor(False)
 

@@ -91,8 +91,9 @@ def moments(tx: Transform, params: Any) -> dict[str, str]:
     """{path of a floating state leaf that mirrors a param: path of that param}."""
     made, origin = abstract.sources(tx.init, params)
     shapes = {p: tuple(x.shape) for p, x in zip(*tree_lib.flatten_with_paths(params)[:2], strict=True)}
-    pairs = zip(*tree_lib.flatten_with_paths(made)[:2], origin, strict=True)
-    return {n: s for n, x, s in pairs if s is not None and x.dtype.is_floating_point and abstract.mirrors(x, shapes[s])}
+    rows = zip(*tree_lib.flatten_with_paths(made)[:2], origin, strict=True)
+    own = [(n, x, s.path) for n, x, s in rows if s is not None and not s.block and x.dtype.is_floating_point]
+    return {n: path for n, x, path in own if abstract.mirrors(x, shapes[path])}
 
 
 def _joined(state: Any, extra: dict[str, Any]) -> Any:
