@@ -84,14 +84,14 @@ def test_learns_like_adamw(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_small_gradients_beside_large_ones_do_not_explode(bits):
-    """A second moment rounded to 0 would make a step of m / eps."""
-    g = torch.logspace(-9, 0, 512)
+def test_small_moments_beside_large_ones_do_not_explode(bits):
+    """A second moment rounded to 0 makes a step of m / eps as soon as a gradient is 0."""
+    g = torch.logspace(-5, 0, 512)[torch.randperm(512, generator=torch.Generator().manual_seed(0))]
     tx, w = KINDS[bits][1](), torch.zeros(512)
     state = tx.init({"w": w})
-    for _ in range(20):
-        updates, state = tx.update({"w": g}, state)
-        assert updates["w"].abs().max() < 10 and updates["w"].isfinite().all()
+    for t in range(20):
+        updates, state = tx.update({"w": g * (t % 2 == 0)}, state)
+        assert updates["w"].abs().max() < 3 and updates["w"].isfinite().all(), f"step {t}"
 
 
 def test_state_is_cut_at_the_params_chunks():
