@@ -17,22 +17,45 @@ from funzero.executor.place import gather, reshard, shard
 from funzero.executor.reduce import reduce
 from funzero.integrations.module import functional_call, init_module, load_module, split_module, trainable
 from funzero.make_step import Step, make_step
-from funzero.transforms import loss_scale, losses, precision, schedules
+from funzero.transforms import loss_scale, losses, precision, random, schedules
 from funzero.transforms.accumulate import accumulate, finalize
+from funzero.transforms.average import averaged_params, ema, polyak_averaging
 from funzero.transforms.base import Transform
 from funzero.transforms.basic import (
     add_decayed_weights,
+    clip,
     identity,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,
     trace,
 )
+from funzero.transforms.block import centralize, clip_by_block_rms, scale_by_param_block_rms, scale_by_trust_ratio
 from funzero.transforms.chain import chain, masked, partition
 from funzero.transforms.grad import grad_fn
+from funzero.transforms.inject import inject_hyperparams
+from funzero.transforms.lookahead import lookahead
 from funzero.transforms.losses import Loss, Sum
+from funzero.transforms.nonfinite import skip_nonfinite
 from funzero.transforms.norm import clip_by_global_norm, global_norm
+from funzero.transforms.optim.adafactor import adafactor, scale_by_factored_rms
+from funzero.transforms.optim.adagrad import adagrad, scale_by_rss
 from funzero.transforms.optim.adam import adam, adamw, scale_by_adam
+from funzero.transforms.optim.adam_blockwise import adamw_4bit, adamw_8bit, scale_by_adam_4bit, scale_by_adam_8bit
+from funzero.transforms.optim.adan import adan, scale_by_adan
+from funzero.transforms.optim.amsgrad import amsgrad, scale_by_amsgrad
+from funzero.transforms.optim.lamb import lamb
+from funzero.transforms.optim.lars import lars
+from funzero.transforms.optim.lion import lion, scale_by_lion
+from funzero.transforms.optim.muon import muon, scale_by_muon
+from funzero.transforms.optim.nadam import nadam, nadamw
+from funzero.transforms.optim.rmsprop import rmsprop, scale_by_rms, scale_by_stddev
+from funzero.transforms.optim.schedule_free import (
+    schedule_free,
+    schedule_free_adamw,
+    schedule_free_eval_params,
+    schedule_free_sgd,
+)
 from funzero.transforms.optim.sgd import sgd
 from funzero.transforms.update import apply_update, apply_updates, with_hyperparams
 from funzero.zero import zero_specs
@@ -61,15 +84,26 @@ __all__ = [
     "abstract_mesh",
     "abstract_state",
     "accumulate",
+    "adafactor",
+    "adagrad",
     "adam",
     "adamw",
+    "adamw_4bit",
+    "adamw_8bit",
+    "adan",
     "add_decayed_weights",
+    "amsgrad",
     "apply_update",
     "apply_updates",
+    "averaged_params",
     "call",
+    "centralize",
     "chain",
+    "clip",
+    "clip_by_block_rms",
     "clip_by_global_norm",
     "data",
+    "ema",
     "eval_shape",
     "finalize",
     "functional_call",
@@ -79,26 +113,54 @@ __all__ = [
     "identity",
     "init_module",
     "init_state",
+    "inject_hyperparams",
+    "lamb",
+    "lars",
+    "lion",
     "load_module",
+    "lookahead",
     "loss_scale",
     "losses",
     "make_eval",
     "make_mesh",
     "make_step",
     "masked",
+    "muon",
+    "nadam",
+    "nadamw",
     "partition",
+    "polyak_averaging",
     "precision",
+    "random",
     "reduce",
     "reshard",
     "restore",
+    "rmsprop",
     "save",
     "scale",
     "scale_by_adam",
+    "scale_by_adam_4bit",
+    "scale_by_adam_8bit",
+    "scale_by_adan",
+    "scale_by_amsgrad",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_muon",
+    "scale_by_param_block_rms",
+    "scale_by_rms",
+    "scale_by_rss",
     "scale_by_schedule",
+    "scale_by_stddev",
+    "scale_by_trust_ratio",
+    "schedule_free",
+    "schedule_free_adamw",
+    "schedule_free_eval_params",
+    "schedule_free_sgd",
     "schedules",
     "sgd",
     "shard",
+    "skip_nonfinite",
     "split_module",
     "tie",
     "trace",
