@@ -57,6 +57,7 @@ from funzero.transforms.optim.schedule_free import (
     schedule_free_sgd,
 )
 from funzero.transforms.optim.sgd import sgd
+from funzero.transforms.remat import keep, remat
 from funzero.transforms.update import apply_update, apply_updates, with_hyperparams
 from funzero.zero import zero_specs
 
@@ -114,6 +115,7 @@ __all__ = [
     "init_module",
     "init_state",
     "inject_hyperparams",
+    "keep",
     "lamb",
     "lars",
     "lion",
@@ -133,6 +135,7 @@ __all__ = [
     "precision",
     "random",
     "reduce",
+    "remat",
     "reshard",
     "restore",
     "rmsprop",

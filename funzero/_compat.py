@@ -1,10 +1,14 @@
 """Differences between torch versions, and every private name of torch that funzero uses."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as torch_pytree
+from torch.utils import checkpoint as torch_checkpoint
 
 MINIMUM_TORCH = (2, 11)
 
@@ -42,6 +46,16 @@ UNSHARED = 2  # users of a storage that a single tensor refers to: the tensor, a
 def storage_is_shared(tensor: torch.Tensor) -> bool:
     """True if another tensor or storage object than `tensor` itself refers to its memory."""
     return storage_use_count(tensor.untyped_storage()._cdata) > UNSHARED
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Within the block ops are not seen by selective activation checkpointing, which expects the same ops twice."""
+    kinds = (torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._CachedTorchDispatchMode)
+    with contextlib.ExitStack() as stack:
+        while isinstance(_python_dispatch._get_current_dispatch_mode(), kinds):
+            stack.enter_context(_python_dispatch._pop_mode_temporarily())
+        yield
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The composed step: `make_step` puts the pure pieces and their executor together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from funzero.core.state import Metrics, StateSpecs, TrainState
@@ -9,6 +9,7 @@ from funzero.executor.run import Runner
 from funzero.transforms.base import Transform
 from funzero.transforms.grad import Takes
 from funzero.transforms.precision import Policy, checked
+from funzero.transforms.remat import checked_rules
 
 
 class Step:
@@ -40,6 +41,7 @@ def make_step(
     reduction: str = "mean",
     precision: Policy | None = None,
     trainable: Any = None,
+    remat: Mapping[str, Any] | None = None,
     gather_budget: int | None = None,
     leaf_use: str = "same",
     max_skips: int = 100,
@@ -58,6 +60,8 @@ def make_step(
             nothing.
         precision: a policy of `fz.precision`; default float32, which leaves every leaf's dtype as it is.
         trainable: as given to the specs; checked against them.
+        remat: {glob of module paths: policy of `fz.remat`}: submodules of what loss_fn calls by `fz.functional_call` that
+            are computed again in the backward; the last match wins.
         gather_budget: bytes of whole data of cut params that may be present at a time on a rank, pending reductions
             included, besides the leaf in use. None: no limit. Small leaves (below 64 KiB) do not count.
         leaf_use: "same": ranks use the same leaves in the same order in each micro-batch (checked). "any": they agree
@@ -79,5 +83,6 @@ def make_step(
     if leaf_use not in ("same", "any"):
         raise ValueError(f"make_step: leaf_use is 'same' or 'any', got {leaf_use!r}")
     policy = checked(precision)
-    options = StepOptions(accumulate, max_norm, reduction, policy, gather_budget, leaf_use, max_skips, donate)
+    rules = checked_rules(remat)
+    options = StepOptions(accumulate, max_norm, reduction, policy, gather_budget, leaf_use, max_skips, donate, rules)
     return Step(Runner(loss_fn, Takes.of(loss_fn), tx, specs, trainable, options))

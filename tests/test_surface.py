@@ -12,8 +12,8 @@ NAMES = set(
     StateSpecs Step Sum TrainState Transform abstract_mesh abstract_state accumulate adafactor adagrad adam adamw
     adamw_4bit adamw_8bit adan add_decayed_weights amsgrad apply_update apply_updates averaged_params call centralize
     chain clip clip_by_block_rms clip_by_global_norm data ema eval_shape finalize functional_call gather global_norm
-    grad_fn identity init_module init_state inject_hyperparams lamb lars lion load_module lookahead loss_scale losses
-    make_eval make_mesh make_step masked muon nadam nadamw partition polyak_averaging precision random reduce reshard
+    grad_fn identity init_module init_state inject_hyperparams keep lamb lars lion load_module lookahead loss_scale losses
+    make_eval make_mesh make_step masked muon nadam nadamw partition polyak_averaging precision random reduce remat reshard
     restore rmsprop save scale scale_by_adam scale_by_adam_4bit scale_by_adam_8bit scale_by_adan scale_by_amsgrad
     scale_by_factored_rms scale_by_learning_rate scale_by_lion scale_by_muon scale_by_param_block_rms scale_by_rms
     scale_by_rss scale_by_schedule scale_by_stddev scale_by_trust_ratio schedule_free schedule_free_adamw
@@ -23,7 +23,8 @@ NAMES = set(
 )
 
 SIGNATURES = {
-    "make_step": "loss_fn tx specs accumulate max_norm reduction precision trainable gather_budget leaf_use max_skips donate",
+    "make_step": "loss_fn tx specs accumulate max_norm reduction precision trainable remat gather_budget leaf_use max_skips "
+    "donate",
     "init_state": "params tx key specs buffers precision loss_scale trainable donate",
     "abstract_state": "params tx specs buffers precision loss_scale trainable",
     "zero_specs": "shapes tx mesh stage axis rules replicate persist_below trainable buffers precision",
@@ -32,6 +33,7 @@ SIGNATURES = {
     "functional_call": "module params args buffers rng training kwargs",
     "clip_by_global_norm": "grads max_norm specs expert_aware",
     "global_norm": "grads specs",
+    "remat": "fn policy",
     "save": "path state overwrite",
     "restore": "path like",
     "adamw": "learning_rate b1 b2 eps weight_decay mask eps_root nesterov",

@@ -9,6 +9,7 @@ call.
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _current: contextvars.ContextVar["Scope | None"] = contextvars.ContextVar("funzero_scope", default=None)
 
@@ -18,10 +19,12 @@ class Scope:
 
     Attributes:
         in_backward: True once the loss is there. lazy: True if params may be stand-ins; scopes within inherit it.
+        remat: (glob of module paths, policy) of the modules to recompute. rematted: the modules seen to.
     """
 
-    def __init__(self, lazy: bool) -> None:
-        self.in_backward, self.lazy = False, lazy
+    def __init__(self, lazy: bool, remat: tuple[Any, ...]) -> None:
+        self.in_backward, self.lazy, self.remat = False, lazy, remat
+        self.rematted: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
     def on_exit(self, undo: Callable[[], None]) -> None:
@@ -42,10 +45,10 @@ def current() -> Scope | None:
 
 
 @contextlib.contextmanager
-def scope(lazy: bool = False) -> Iterator[Scope]:
+def scope(lazy: bool = False, remat: tuple[Any, ...] = ()) -> Iterator[Scope]:
     """Opens a scope; it ends, whatever happens, at the end of the `with` block."""
     outer = _current.get()
-    opened = Scope(lazy or (outer is not None and outer.lazy))
+    opened = Scope(lazy or (outer is not None and outer.lazy), remat or (outer.remat if outer is not None else ()))
     token = _current.set(opened)
     try:
         yield opened

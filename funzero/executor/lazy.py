@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from funzero import _compat
 from funzero.executor.anchors import Anchor, Attach, Recast, memoryless, new_source
 from funzero.executor.cache import GatherCache
 from funzero.executor.forms import Forms
@@ -68,13 +69,14 @@ class LazyLeaves:
         return self._named(made, other)
 
     def _fetch(self, leaf: int, anchor: torch.Tensor | None) -> torch.Tensor:
-        raw = self._cache.get(leaf)
-        if anchor is None or not torch.is_grad_enabled():
-            return raw.detach()
-        tracked = self._tracked.get(leaf)
-        if tracked is None:
-            tracked = self._tracked[leaf] = Attach.apply(anchor, raw)
-        return tracked
+        with _compat.uncounted():  # a recomputation may find the leaf here, or gone
+            raw = self._cache.get(leaf)
+            if anchor is None or not torch.is_grad_enabled():
+                return raw.detach()
+            tracked = self._tracked.get(leaf)
+            if tracked is None:
+                tracked = self._tracked[leaf] = Attach.apply(anchor, raw)
+            return tracked
 
     @contextlib.contextmanager
     def saved_by_name(self) -> Iterator[None]:
@@ -99,7 +101,7 @@ class LazyLeaves:
         if isinstance(packed, torch.Tensor):
             return packed
         leaf, *view = packed
-        with torch.no_grad():
+        with torch.no_grad(), _compat.uncounted():
             return self._cache.get(leaf).as_strided(*view)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """What a step was told."""
 
 import dataclasses
+from typing import Any
 
 from funzero.transforms.precision import Policy
 
@@ -17,3 +18,4 @@ class StepOptions:
     leaf_use: str
     max_skips: int
     donate: bool
+    remat: tuple[Any, ...] = ()

@@ -44,7 +44,9 @@ class Bound:
         check_policy(specs, options.precision, "make_step")
         self.plan = Plan(specs, options.precision)
         self.tx = self.plan.resolved(tx)
-        self.placement = Placement(self.plan, CacheOptions(options.gather_budget, options.leaf_use == "any"))
+        self.placement = Placement(
+            self.plan, CacheOptions(options.gather_budget, options.leaf_use == "any"), options.remat
+        )
         self.program = Program()
         self.small = SmallReductions(self.plan, frozenset(self.placement.micro_routes))
         self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())

@@ -35,6 +35,7 @@ class Placement:
 
     plan: Plan
     options: CacheOptions
+    remat: tuple[Any, ...] = ()
 
     @functools.cached_property
     def layouts(self) -> list[Layout]:
@@ -204,18 +205,26 @@ class Session:
         power: torch.Tensor | None = None
         handed = Handed(self._leaves, self._placement.lazy, copy_on_write=not self._program.tried)
         lazy = LazyLeaves(self._cache, self._placement.forms) if self._cache is not None else None
-        place = plan.place_of_trained
+        place, placement = plan.place_of_trained, self._placement
 
         def on_grad(k: int, grad: torch.Tensor) -> None:
             done.used[k] = True
             grad = grad if power is None else _times(grad, power, accum[k].dtype)
             self._queue.put(k, grad if k not in add else add[k].to(wide_dtype(add[k].dtype)) + grad)  # type: ignore[union-attr]
 
-        with scope(lazy is not None) as opened, seeded(micro.key, plan.mesh.device), torch.enable_grad():
+        with (
+            scope(lazy is not None, placement.remat) as opened,
+            seeded(micro.key, plan.mesh.device),
+            torch.enable_grad(),
+        ):
             held, wanted = self._inputs(handed.leaves, lazy, place, on_grad)
             params = tree_lib.unflatten(plan.specs.params.treedef, held)
             with lazy.saved_by_name() if lazy is not None else contextlib.nullcontext(), casting(plan):
                 loss = call_loss(loss_fn, takes, params, micro)
+            if placement.remat and not opened.rematted:
+                raise ValueError(
+                    "remat: loss_fn called no module by fz.functional_call; wrap what it calls in fz.remat"
+                )
             opened.in_backward = True
             if scale is not None:
                 power = power_above(1 if loss.weight is None else loss.weight).to(scale.device)

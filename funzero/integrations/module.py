@@ -19,6 +19,7 @@ from funzero.core.scope import Scope, current, scope
 from funzero.core.state import TrainState
 from funzero.executor import place
 from funzero.executor.standin import StandIn
+from funzero.transforms.remat import remat
 from funzero.transforms.rng import fold_in, make_key, seeded
 
 
@@ -46,6 +47,7 @@ class _Sites:
 
     slots: list[tuple[str, Any, Any, torch.Tensor]]
     installed: list[torch.Tensor] | None = None
+    calls: int = 0  # of functional_call that are under way
 
     def __post_init__(self) -> None:
         self.own = {name: tensor for name, _, _, tensor in self.slots}
@@ -59,6 +61,14 @@ class _Sites:
         """Puts values into all slots."""
         for name, container, key, _ in self.slots:
             container[key] = values[name]
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls the module with what was put into its slots."""
+        self.calls += 1
+        try:
+            return module(*args, **kwargs)
+        finally:
+            self.calls -= 1
 
     def restore(self) -> None:
         """Puts the module's own tensors back."""
@@ -142,14 +152,16 @@ def functional_call(
     _install(module, param_sites, params, outer)
     if training is not None:
         _set_mode(module, training, outer)
+    if outer.remat and id(module) not in outer.rematted:
+        _rematerialise(module, outer)
     if not buffer_sites.slots:
-        out = module(*args, **kwargs)
+        out = param_sites.call(module, args, kwargs)
         return out if buffers is None else (out, {})
     if buffers is not None:
         _check_names("functional_call: buffers", buffer_sites.own, buffers)
     before = buffers if buffers is not None else buffer_sites.own
     with _buffers_in(buffer_sites, before, outer) as held:
-        out = module(*args, **kwargs)
+        out = param_sites.call(module, args, kwargs)
         after = {name: container[key] for name, container, key, _ in buffer_sites.slots}
     written = [n for n, (b, version) in held.items() if after[n] is not b or b._version != version]
     if buffers is not None:
@@ -175,7 +187,7 @@ def _install(module: nn.Module, sites: _Sites, params: Mapping[str, torch.Tensor
     elif all(a is b for a, b in zip(sites.installed, values, strict=True)):
         return
     else:
-        _refuse_recomputation(module, outer)
+        _refuse_recomputation(module, sites, outer)
         previous = dict(zip(sites.own, sites.installed, strict=True))
         outer.on_exit(lambda: _reinstall(sites, previous))
     sites.put(params)
@@ -203,11 +215,11 @@ def _reinstall(sites: _Sites, values: Mapping[str, torch.Tensor]) -> None:
     sites.installed = list(values.values())
 
 
-def _refuse_recomputation(module: nn.Module, outer: Scope) -> None:
+def _refuse_recomputation(module: nn.Module, sites: _Sites, outer: Scope) -> None:
     """With two trees in one graph, a part of the module that runs again in the backward would take the wrong one."""
 
     def hook(sub: nn.Module, args: Any) -> None:
-        if outer.in_backward:
+        if outer.in_backward and not sites.calls:
             raise RuntimeError(
                 f"{type(module).__name__} was called with two trees of params in one graph and recomputes in the "
                 "backward: it cannot know which tree; checkpoint the call with fz.remat instead of within the module"
@@ -216,6 +228,25 @@ def _refuse_recomputation(module: nn.Module, outer: Scope) -> None:
     for sub in module.modules():
         if sub._parameters:
             outer.on_exit(sub.register_forward_pre_hook(hook).remove)
+
+
+def _rematerialise(module: nn.Module, outer: Scope) -> None:
+    """Makes the submodules that the scope's rules name compute again in the backward; undone at the end of the scope."""
+    outer.rematted.add(id(module))
+    named = [(name, sub) for name, sub in module.named_modules() if name]
+    rules = dict(outer.remat)
+    for (_, sub), glob in zip(named, tree_lib.match_globs(rules, [n for n, _ in named], "remat"), strict=True):
+        if glob is not None:
+            own = sub.__dict__.get("forward")
+            outer.on_exit(functools.partial(_put_forward, sub, own))
+            sub.forward = remat(sub.forward, rules[glob])  # type: ignore[method-assign]
+
+
+def _put_forward(sub: nn.Module, own: Any) -> None:
+    if own is None:
+        del sub.__dict__["forward"]
+    else:
+        sub.forward = own  # type: ignore[method-assign]
 
 
 def _set_mode(module: nn.Module, training: bool, outer: Scope) -> None:
