@@ -29,7 +29,7 @@ def one(name: str, rate: float, seed: int, steps: int) -> dict[str, float]:
     model = example.GPT()
     params, _ = fz.split_module(model)
     model.to("meta")
-    schedule = fz.schedules.warmup_cosine(rate, warmup=40, total=steps, end=rate / 20)
+    schedule = fz.schedules.warmup_cosine(rate, warmup=min(40, steps // 4), total=steps, end=rate / 20)
     tx = fz.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda p: fz.tree.map(lambda x: x.dim() >= 2, p))
     before = resident_mb()
     scale = SCALING if policy.loss_scale else None
