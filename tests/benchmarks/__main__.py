@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+from tests.benchmarks import precision
+
 # name: (ranks, task, peer, [(system, largest time ratio, largest memory ratio)])
 COMPARISONS = {
     "small": (1, "small", "torch", [("fz0", 1.05, None)]),
@@ -57,6 +59,9 @@ def compare(name: str, repeats: int = 5) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or COMPARISONS:
+    for wanted in sys.argv[1:] or [*COMPARISONS, "precision"]:
+        if wanted == "precision":
+            precision.compare()
+            continue
         for line in compare(wanted):
             print(line, flush=True)

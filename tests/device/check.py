@@ -1,0 +1,150 @@
+"""Checks for a machine with an accelerator: `python -m tests.device.check` (one process, about a minute).
+
+What a CPU cannot show: the same numbers on the device, keyed draws with the same bits, a skipped step without a wait for the
+host, and the time of a step beside a torch loop. Prints one line a check, and ends with 1 if one failed. Without an
+accelerator it runs the same checks on the CPU and says so, which shows only that the script works.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import funzero as fz
+
+GPU = torch.accelerator.is_available()
+DEVICE = torch.accelerator.current_accelerator() if GPU else torch.device("cpu")
+CHECKS: list[Callable[[], str]] = []
+
+
+def check(fn: Callable[[], str]) -> Callable[[], str]:
+    """Adds a check: it asserts, and returns what to print."""
+    CHECKS.append(fn)
+    return fn
+
+
+def model_of(width: int, layers: int) -> nn.Module:
+    """A small MLP, equal every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())))
+
+
+def trained(device: torch.device, policy: Any, steps: int = 5) -> tuple[dict[str, torch.Tensor], fz.Metrics]:
+    """Params (on the CPU) after some steps on a device."""
+    model = model_of(64, 2)
+    mesh, (params, _) = fz.make_mesh(dp=-1), fz.split_module(model)
+    if device.type == "cpu":
+        mesh = None
+    tx = fz.adamw(1e-2, weight_decay=0.1)
+    specs = None if mesh is None else fz.zero_specs(params, tx, mesh, stage=0, precision=policy)
+    scale = fz.loss_scale.dynamic(8) if policy.loss_scale else None
+    state = fz.init_state(params, tx, specs=specs, precision=policy, loss_scale=scale, key=3)
+    step = fz.make_step(
+        lambda p, b: fz.functional_call(model, p, b).float().square().mean(), tx, precision=policy, max_norm=1.0
+    )
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(state.step.device)
+    metrics = None
+    for _ in range(steps):
+        state, metrics = step(state, x)
+    assert metrics is not None
+    return {k: v.float().cpu() for k, v in state.params.items()}, metrics
+
+
+@check
+def policies() -> str:
+    """Every preset trains on the device; float32 agrees with the CPU."""
+    worst = {}
+    for name in ("float32", "bf16_mixed", "bf16_master", "bf16_pure", "fp16_mixed"):
+        policy = getattr(fz.precision, name)
+        found, metrics = trained(DEVICE, policy)
+        assert not metrics.skipped and torch.isfinite(metrics.grad_norm), name
+        want, _ = trained(torch.device("cpu"), policy)
+        worst[name] = max(float((found[k] - want[k]).abs().max() / want[k].abs().max()) for k in want)
+    assert worst["float32"] < 1e-4, worst
+    return " ".join(f"{k} {v:.1e}" for k, v in worst.items())
+
+
+@check
+def draws() -> str:
+    """Bits, uniforms and dropout masks are those of the CPU."""
+    key = fz.random.key(5)
+    for draw in (fz.random.bits, fz.random.uniform):
+        assert torch.equal(draw(key, (1000,), device=DEVICE).cpu(), draw(key, (1000,)))
+    x = torch.ones(1 << 20)
+    assert torch.equal(fz.random.dropout(x.to(DEVICE), 0.3, key).cpu(), fz.random.dropout(x, 0.3, key))
+    return "equal"
+
+
+@check
+def skipped() -> str:
+    """An overflow on the device leaves the state bit for bit."""
+    state = fz.init_state({"w": torch.ones(100)}, fz.adamw(0.1), loss_scale=fz.loss_scale.dynamic(4))
+    step = fz.make_step(lambda p, b: (p["w"] * b).sum(), fz.adamw(0.1), donate=False)
+    bad, metrics = step(state, torch.full((1,), float("inf"), device=state.step.device))
+    assert metrics.skipped and float(bad.loss_scale.scale) == 8.0
+    assert all(torch.equal(a, b) for a, b in zip(*map(fz.tree.leaves, (state.opt_state, bad.opt_state)), strict=True))
+    return "state unchanged, scale halved"
+
+
+def seconds(step: Callable[[], Any], runs: int = 30) -> float:
+    """Median seconds, each up to the end of the device's work."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        step()
+        if GPU:
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[runs // 3 :])
+
+
+@check
+def speed() -> str:
+    """A step beside the same loop in plain torch."""
+    width, layers = (2048, 8) if GPU else (256, 4)
+    model, x = model_of(width, layers).to(DEVICE), torch.randn(256, width, device=DEVICE)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def plain() -> None:
+        opt.zero_grad()
+        F.mse_loss(model(x), x).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+
+    params, _ = fz.split_module(model)
+    tx = fz.adamw(1e-4, weight_decay=0.01)
+    mesh = fz.make_mesh(dp=-1)
+    state = fz.init_state(params, tx, specs=fz.zero_specs(params, tx, mesh, stage=0))
+    step = fz.make_step(lambda p, b: F.mse_loss(fz.functional_call(model, p, b), b), tx, max_norm=1.0)
+
+    def own() -> None:
+        nonlocal state
+        state, _ = step(state, x)
+
+    ratios = [seconds(own) / seconds(plain) for _ in range(5)]
+    return f"ratio to a torch loop {statistics.median(ratios):.3f} (of {min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def main() -> int:
+    """Runs all; the number of failures."""
+    print(
+        f"device {DEVICE}" + ("" if GPU else ": no accelerator here, so this shows only that the script works"),
+        flush=True,
+    )
+    failures = 0
+    for fn in CHECKS:
+        try:
+            print(f"{fn.__name__}: {fn()}", flush=True)
+        except Exception as error:
+            failures += 1
+            print(f"{fn.__name__}: FAILED {type(error).__name__}: {error}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)
