@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 import funzero as fz
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 4)
+SOME_WORLDS = (*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.slow))  # for tests of many cells
 
 
 def linear(params, batch):

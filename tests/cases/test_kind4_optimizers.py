@@ -5,6 +5,7 @@ import torch
 
 import funzero as fz
 from tests.cases.common import (
+    SOME_WORLDS,
     STAGES,
     WORLDS,
     close,
@@ -74,7 +75,7 @@ def br15_cells(rank, world):
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", SOME_WORLDS)
 def test_br15_looking_at_the_state_does_not_change_training(world):
     cells = one_for_all(pool(world).run(br15_cells))
     for cell, (leaves, first, *later) in cells.items():
@@ -136,7 +137,7 @@ def br16_cells(rank, world):
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", SOME_WORLDS)
 def test_br16_decay_reaches_the_masked_leaves_only(world):
     before = br16_params()
     for cell, (one, many, metrics) in one_for_all(pool(world).run(br16_cells)).items():
@@ -289,7 +290,7 @@ def br18_cells(rank, world):
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", SOME_WORLDS)
 def test_br18_the_schedule_counts_updates_not_micro_batches_or_ranks(world):
     for cell, (first, second, third, metrics) in one_for_all(pool(world).run(br18_cells)).items():
         w = [state["params/w"] for state in (first, second, third)]
