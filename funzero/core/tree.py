@@ -167,7 +167,7 @@ def glob_pattern(glob: str) -> re.Pattern[str]:
     return re.compile(out)
 
 
-def match_globs(globs: Iterable[str], names: list[str], what: str) -> list[str | None]:
+def match_globs(globs: Iterable[str], names: list[str], what: str, kind: str = "leaf") -> list[str | None]:
     """For each name the last glob that matches it, or None.
 
     Raises ValueError for a glob that matches no name, with the names that come nearest.
@@ -179,7 +179,7 @@ def match_globs(globs: Iterable[str], names: list[str], what: str) -> list[str |
         if not hits:
             near = difflib.get_close_matches(glob, names, n=3, cutoff=0.3) or names[:3]
             raise ValueError(
-                f"{what}: {glob!r} matches no leaf; near it are {near} (`*` stops at '/' and '.', `**` does not)"
+                f"{what}: {glob!r} matches no {kind}; near it are {near} (`*` stops at '/' and '.', `**` does not)"
             )
         for i in hits:
             result[i] = glob

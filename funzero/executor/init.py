@@ -125,17 +125,18 @@ def check_trainable(specs: StateSpecs, shapes: Any, trainable: Any, caller: str)
 
 def check_policy(specs: StateSpecs, policy: Policy, caller: str) -> None:
     """Refuses a precision policy that the specs were not made for."""
-    found = [x.dtype for x in specs.accum.layouts]
-    trained = dict(zip(tree_lib.paths(specs.params.tree), specs.params.layouts, strict=True))
-    wanted = [policy.accum_dtype(trained[path].dtype) for path in tree_lib.paths(specs.grads.tree)]
-    odd = [x.path for x in specs.params.layouts if x.dtype != policy.params_dtype(x.dtype)]
-    kept = {n.split("/")[0] for n in tree_lib.paths(specs.opt_state.tree)}
+    kept = dict(zip(tree_lib.paths(specs.params.tree), specs.params.layouts, strict=True))
+    trained = [kept[path] for path in tree_lib.paths(specs.grads.tree)]
+    pairs = [(x, policy.params_dtype(x.dtype)) for x in specs.params.layouts]
+    pairs += [(a, policy.accum_dtype(x.dtype)) for a, x in zip(specs.accum.layouts, trained, strict=True)]
+    lines = [f"{x.path} is {dtype} there, and {x.dtype} here" for x, dtype in pairs if x.dtype != dtype]
+    held = {n.split("/")[0] for n in tree_lib.paths(specs.opt_state.tree)}
     extras = {MASTER: policy.master is not None, COMPENSATION: policy.rounding == "kahan"}
-    missing = [n for n, asked in extras.items() if trained and wanted and asked != (n in kept)]
-    if odd or found != wanted or missing:
-        at = odd[0] if odd else f"opt_state/{missing[0]}" if missing else "accum/grads"
+    wrong = [(n, asked) for n, asked in extras.items() if trained and asked != (n in held)]
+    lines += [f"opt_state/{n} is {'kept' if asked else 'not kept'} there" for n, asked in wrong]
+    if lines:
         raise ValueError(
-            f"{caller}: the layout is not that of precision {policy.name}, at {at}; "
+            f"{caller}: the layout is not that of precision {policy.name}: {lines[0]}; "
             "pass the same precision= to zero_specs, init_state and make_step"
         )
 

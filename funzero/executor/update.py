@@ -115,7 +115,9 @@ class Selection:
 
     @functools.cached_property
     def owners(self) -> dict[str, str]:
-        """{moment: its param}, see `storage.moments`."""
+        """{moment: its param}, see `storage.moments`; empty where no moment is rounded."""
+        if self.plan.policy.moments not in LOW:
+            return {}
         return moments(self.tx, self.plan.specs.grads.abstract())
 
     @functools.cached_property

@@ -235,7 +235,9 @@ def _rematerialise(module: nn.Module, outer: Scope) -> None:
     outer.rematted.add(id(module))
     named = [(name, sub) for name, sub in module.named_modules() if name]
     rules = dict(outer.remat)
-    for (_, sub), glob in zip(named, tree_lib.match_globs(rules, [n for n, _ in named], "remat"), strict=True):
+    for (_, sub), glob in zip(
+        named, tree_lib.match_globs(rules, [n for n, _ in named], "remat", "module"), strict=True
+    ):
         if glob is not None:
             own = sub.__dict__.get("forward")
             outer.on_exit(functools.partial(_put_forward, sub, own))

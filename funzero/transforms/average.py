@@ -11,12 +11,15 @@ import torch
 from funzero.core import tree as tree_lib
 from funzero.transforms import moments
 from funzero.transforms.accumulate import accumulation_dtype
-from funzero.transforms.base import Hyperparams, Scalar, Transform, find_state, leafwise
+from funzero.transforms.base import Hyperparams, Scalar, Transform, find_state, leafwise, need_params
 from funzero.transforms.moments import counts, first_moment, increment, zeros
 
 
-def ema(decay: Scalar, debias: bool = True) -> Transform:
+def ema(decay: Scalar, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> Transform:
     """m' = decay * m + (1 - decay) * u; the update is m' / (1 - decay^t'), or m' without `debias`.
+
+    Args:
+        accumulator_dtype: of m; None: the param's.
 
     >>> tx = ema(0.9)
     >>> tx.update({"w": torch.tensor(2.0)}, tx.init({"w": torch.tensor(0.0)}))[0]["w"]
@@ -26,7 +29,7 @@ def ema(decay: Scalar, debias: bool = True) -> Transform:
 
     def init(params: Any) -> Any:
         count = {"count": counts(params)} if debias else {}
-        return {**hyper.init(params), **count, "ema": zeros(params)}
+        return {**hyper.init(params), **count, "ema": zeros(params, accumulator_dtype)}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         decay = hyper.read(state)["decay"]
@@ -67,8 +70,7 @@ def polyak_averaging(decay: Scalar, debias: bool = True) -> Transform:
         return {**hyper.init(params), **sums, "averaged_params": wide}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("polyak_averaging: update needs params=...")
+        need_params(params, "polyak_averaging")
         decay = hyper.read(state)["decay"]
         new, share = {}, tree_lib.map(lambda u: 1 - decay, updates)
         if debias:

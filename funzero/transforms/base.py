@@ -54,6 +54,12 @@ def unshared(path: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def need_params(params: Any, name: str) -> None:
+    """Refuses an update without params."""
+    if params is None:
+        raise ValueError(f"{name}: update needs the params and got None; call update(updates, state, params)")
+
+
 def missing_paths(updates: Any, params: Any) -> set[str]:
     """The paths of `params` at which `updates` has no leaf."""
     return set(tree_lib.paths(params)) - set(tree_lib.paths(updates))

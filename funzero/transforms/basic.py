@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from funzero.core import tree as tree_lib
-from funzero.transforms.base import Hyperparams, Scalar, Transform, leafwise
+from funzero.transforms.base import Hyperparams, Scalar, Transform, leafwise, need_params
 from funzero.transforms.chain import masked
 
 
@@ -56,8 +56,7 @@ def add_decayed_weights(weight_decay: Scalar = 0.0, mask: Any = None) -> Transfo
     hyper = Hyperparams({"weight_decay": weight_decay})
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("add_decayed_weights: update needs params=...")
+        need_params(params, "add_decayed_weights")
         decay = hyper.read(state)["weight_decay"]
         return tree_lib.map(lambda u, p: u + decay * p, updates, params), hyper.advance(state)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from funzero.core import tree as tree_lib
-from funzero.transforms.base import Hyperparams, Reduce, Scalar, Transform, leafwise, unshared
+from funzero.transforms.base import Hyperparams, Reduce, Scalar, Transform, leafwise, need_params, unshared
 from funzero.transforms.norm import chunk_squares
 
 
@@ -37,12 +37,6 @@ def map_leaves(fn: Callable[..., torch.Tensor], updates: Any, params: Any) -> An
     return tree_lib.unflatten(
         treedef, [fn(n, u, p) for n, u, p in zip(names, found, tree_lib.leaves(params), strict=True)]
     )
-
-
-def need_params(params: Any, name: str) -> None:
-    """Refuses an update without params."""
-    if params is None:
-        raise ValueError(f"{name}: update needs params=...")
 
 
 def clip_by_block_rms(threshold: Scalar) -> Transform:

@@ -11,7 +11,7 @@ import torch
 
 from funzero.core import abstract
 from funzero.core import tree as tree_lib
-from funzero.transforms.base import Hyperparams, Scalar, Transform, skip_missing
+from funzero.transforms.base import Hyperparams, Scalar, Transform, need_params, skip_missing
 from funzero.transforms.chain import call_directly, resolved
 from funzero.transforms.moments import counts, increment
 
@@ -42,8 +42,7 @@ def lookahead(
         return {**hyper.init(params), **own, "fast": fast_optimizer.init(params)}
 
     def update(updates: Any, state: Any, params: Any = None, *, call: Any = call_directly) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("lookahead: update needs params=...")
+        need_params(params, "lookahead")
         alpha = hyper.read(state)["slow_step_size"]
         count = increment(state["count"])
         synced = tree_lib.map(lambda t: t % sync_period == 0, count)

@@ -15,9 +15,9 @@ def counts(params: Any) -> Any:
     return tree_lib.map(lambda p: p.new_zeros((), dtype=torch.int32), params)
 
 
-def zeros(params: Any) -> Any:
-    """Zeros like the params."""
-    return tree_lib.map(torch.zeros_like, params)
+def zeros(params: Any, dtype: torch.dtype | None = None) -> Any:
+    """Zeros like the params; `dtype`: another than theirs."""
+    return tree_lib.map(lambda p: torch.zeros_like(p, dtype=dtype), params)
 
 
 def full(params: Any, value: float) -> Any:
@@ -48,6 +48,12 @@ def modulus2(x: torch.Tensor) -> torch.Tensor:
 def debias(m: Any, decay: Any, count: Any) -> Any:
     """m / (1 - decay^t), with the count t of each leaf after its update."""
     return tree_lib.map(lambda x, t: x / (1 - decay**t), m, count)
+
+
+def columns(names: tuple[str, ...], rows: list[tuple[torch.Tensor, ...]], like: Any) -> dict[str, Any]:
+    """One tree like `like` for each name, from rows with one value for each name."""
+    treedef = tree_lib.structure(like)
+    return {name: tree_lib.unflatten(treedef, [row[i] for row in rows]) for i, name in enumerate(names)}
 
 
 def is_zero(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from funzero.core import tree as tree_lib
-from funzero.transforms.base import Transform, leafwise, skip_missing
+from funzero.transforms.base import Reduce, Transform, leafwise, skip_missing, unshared
 from funzero.transforms.chain import call_directly, resolved
 
 
@@ -21,7 +21,7 @@ def _is_finite() -> Transform:
         device = next((x.device for x in tree_lib.leaves(params)), torch.device("cpu"))
         return {"last_finite": torch.ones((), dtype=torch.bool, device=device)}
 
-    def update(updates: Any, state: Any, params: Any = None, *, reduce: Any = lambda path, x: x) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, *, reduce: Reduce = unshared) -> tuple[Any, Any]:
         bad = tree_lib.map_with_path(lambda path, u: reduce(path, (~torch.isfinite(u)).sum()), updates)
         finite = torch.ones_like(state["last_finite"])
         for count in tree_lib.leaves(bad):

@@ -112,7 +112,7 @@ def split_stored(state: Any, policy: Policy) -> tuple[Any, dict[str, Any]]:
     if not names:
         return state, {}
     inner = {k: v for k, v in state.items() if k not in names}
-    return inner.get(INNER, inner) if inner.keys() == {INNER} else inner, {n: state[n] for n in names}
+    return inner[INNER] if inner.keys() == {INNER} else inner, {n: state[n] for n in names}
 
 
 def update_stored(

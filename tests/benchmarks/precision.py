@@ -44,7 +44,7 @@ def one(name: str, rate: float, seed: int, steps: int) -> dict[str, float]:
     skips, growths, last, bad = 0, 0, 0.0, 0
     reset_peak()
     for at in range(steps):
-        rows = fz_rows(corpus.train, example, seed, at)
+        rows = batch_at(corpus.train, example, seed, at)
         state, metrics = step(state, rows)
         scale_now = float(metrics.loss_scale)
         skips, growths, last = skips + int(metrics.skipped), growths + int(last and scale_now > last), scale_now
@@ -55,7 +55,7 @@ def one(name: str, rate: float, seed: int, steps: int) -> dict[str, float]:
     return found | {"skips": skips, "growths": growths, "bad_leaves": bad}
 
 
-def fz_rows(text: object, example: object, seed: int, at: int) -> dict[str, torch.Tensor]:
+def batch_at(text: object, example: object, seed: int, at: int) -> dict[str, torch.Tensor]:
     """The batch of a step."""
     rows = sample_rows(text, example.ROWS, example.CONTEXT, seed, at)
     return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}

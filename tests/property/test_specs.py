@@ -271,3 +271,25 @@ def test_clip_and_finalize_keep_dtypes_of_0_dimensional_leaves_too(shape, dtype)
     assert fz.clip_by_global_norm(grads, 0.5)[0]["a"].dtype == dtype
     acc = fz.accumulate((), grads, weight=2)
     assert fz.finalize(acc)["a"].dtype == acc.grads["a"].dtype == torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "partition"),
+    [
+        ((12,), fz.P("tp")),
+        ((4, 6), fz.P("tp")),
+        ((4, 6), fz.P(None, "tp")),
+        ((4, 2, 3), fz.P(None, "tp")),
+        ((5, 7), fz.P()),
+    ],
+)
+def test_indices_of_all_ranks_are_those_of_the_leaf(shape: tuple[int, ...], partition: fz.P) -> None:
+    """What a draw is made from: over the ranks, the values that `place.cut` takes from arange."""
+    whole, seen = torch.arange(math.prod(shape)).view(shape), set()
+    for rank in range(6):
+        mesh = dataclasses.replace(fz.abstract_mesh(dp=3, tp=2), rank=rank)
+        layout = Layout("w", shape, torch.int64, fz.Spec(partition, flat=("dp",)), mesh)
+        own = list(layout.indices()) if isinstance(layout.indices(), range) else layout.indices().tolist()
+        assert own == place.cut(whole, layout).reshape(-1).tolist()
+        seen |= set(own)
+    assert seen == set(range(math.prod(shape)))

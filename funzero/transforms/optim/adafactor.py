@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from funzero.core import tree as tree_lib
+from funzero.transforms.average import ema
 from funzero.transforms.base import Hyperparams, Scalar, Transform, leafwise
 from funzero.transforms.basic import add_decayed_weights, scale, scale_by_learning_rate
 from funzero.transforms.block import clip_by_block_rms, scale_by_param_block_rms
 from funzero.transforms.chain import chain
+from funzero.transforms.moments import columns, counts, increment
 
 MOMENTS = ("v_row", "v_col", "v")
 
@@ -60,14 +62,17 @@ def scale_by_factored_rms(
         return p.new_zeros(row), p.new_zeros(col), none
 
     def init(params: Any) -> Any:
-        count = tree_lib.map(lambda p: p.new_zeros((), dtype=torch.int32), params)
-        return {**hyper.init(params), "count": count, **_by_name(MOMENTS, [start(p) for p in _leaves(params)], params)}
+        return {
+            **hyper.init(params),
+            "count": counts(params),
+            **columns(MOMENTS, [start(p) for p in tree_lib.leaves(params)], params),
+        }
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         h = hyper.read(state)
-        columns = [_leaves(tree) for tree in (updates, *(state[k] for k in MOMENTS), state["count"])]
+        trees = [tree_lib.leaves(tree) for tree in (updates, *(state[k] for k in MOMENTS), state["count"])]
         made: list[tuple[torch.Tensor, ...]] = []
-        for g, row, col, v, count in zip(*columns, strict=True):
+        for g, row, col, v, count in zip(*trees, strict=True):
             b = 1 - (count.double() + 1 - h["step_offset"]) ** -h["decay_rate"]
             squares, dims = g.conj() * g + h["epsilon"], dims_of(g)
             if dims is None:
@@ -79,36 +84,10 @@ def scale_by_factored_rms(
             col = b * col + (1 - b) * squares.mean(small)
             ratio = row / row.mean(small - (small > large), keepdim=True)
             made.append((g * ratio.rsqrt().unsqueeze(large) * col.rsqrt().unsqueeze(small), row, col, v))
-        named = _by_name(("out", *MOMENTS), made, updates)
-        count = tree_lib.map(lambda c: c + 1, state["count"])
-        return named.pop("out"), {**hyper.advance(state), "count": count, **named}
+        named = columns(("out", *MOMENTS), made, updates)
+        return named.pop("out"), {**hyper.advance(state), "count": increment(state["count"]), **named}
 
     return leafwise("scale_by_factored_rms", init, update, needs="leaf")
-
-
-def _leaves(tree: Any) -> list[torch.Tensor]:
-    return tree_lib.leaves(tree)
-
-
-def _by_name(names: tuple[str, ...], rows: list[tuple[torch.Tensor, ...]], like: Any) -> dict[str, Any]:
-    """One tree like `like` for each name, from rows with one value for each name."""
-    treedef = tree_lib.structure(like)
-    return {name: tree_lib.unflatten(treedef, [row[i] for row in rows]) for i, name in enumerate(names)}
-
-
-def _average(decay: Scalar, dtype: torch.dtype) -> Transform:
-    """m' = decay m + (1 - decay) u, not debiased; the update is m'."""
-    hyper = Hyperparams({"decay": decay})
-
-    def init(params: Any) -> Any:
-        return {**hyper.init(params), "ema": tree_lib.map(lambda p: torch.zeros_like(p, dtype=dtype), params)}
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        d = hyper.read(state)["decay"]
-        new = tree_lib.map(lambda u, m: d * m + (1 - d) * u, updates, state["ema"])
-        return new, {**hyper.advance(state), "ema": new}
-
-    return leafwise("ema", init, update)
 
 
 def adafactor(
@@ -148,7 +127,7 @@ def adafactor(
     if multiply_by_parameter_scale:
         parts.append(scale_by_param_block_rms())
     if momentum is not None:
-        parts.append(_average(momentum, dtype_momentum))
+        parts.append(ema(momentum, debias=False, accumulator_dtype=dtype_momentum))
     if weight_decay_rate is not None:
         parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
     return chain(*parts, scale(-1.0), name="adafactor")

@@ -19,6 +19,7 @@ from funzero.transforms import blockwise
 from funzero.transforms.base import Hyperparams, Scalar, Transform, leafwise
 from funzero.transforms.basic import add_decayed_weights, scale_by_learning_rate
 from funzero.transforms.chain import chain
+from funzero.transforms.moments import columns
 
 ENTRIES = ("count", "mu", "mu_scale", "nu", "nu_scale")
 
@@ -77,7 +78,7 @@ def _scale_by_adam(bits: int, b1: Scalar, b2: Scalar, eps: Scalar, block: int) -
     def init(params: Any) -> Any:
         names, leaves, _ = tree_lib.flatten_with_paths(params)
         rows = [start(path, p) for path, p in zip(names, leaves, strict=True)]
-        return {**hyper.init(params), **_columns(ENTRIES, rows, params)}
+        return {**hyper.init(params), **columns(ENTRIES, rows, params)}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         h = hyper.read(state)
@@ -92,17 +93,11 @@ def _scale_by_adam(bits: int, b1: Scalar, b2: Scalar, eps: Scalar, block: int) -
 
         trees = [updates, *(state[k] for k in ENTRIES)]
         rows = [one(*row) for row in zip(*map(tree_lib.leaves, trees), strict=True)]
-        named = _columns(("out", *ENTRIES), rows, updates)
+        named = columns(("out", *ENTRIES), rows, updates)
         out = tree_lib.map(lambda u, g: u.to(g.dtype), named.pop("out"), updates)
         return out, {**hyper.advance(state), **named}
 
     return leafwise(name, init, update, quantum=block)
-
-
-def _columns(names: tuple[str, ...], rows: list[tuple[torch.Tensor, ...]], like: Any) -> dict[str, Any]:
-    """One tree like `like` for each name, from rows with one value for each name."""
-    treedef = tree_lib.structure(like)
-    return {name: tree_lib.unflatten(treedef, [row[i] for row in rows]) for i, name in enumerate(names)}
 
 
 def adamw_8bit(

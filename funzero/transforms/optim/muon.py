@@ -20,6 +20,7 @@ from funzero.core import tree as tree_lib
 from funzero.transforms.base import Hyperparams, Scalar, Transform, leafwise
 from funzero.transforms.basic import add_decayed_weights, scale_by_learning_rate
 from funzero.transforms.chain import chain, partition
+from funzero.transforms.moments import counts, first_moment, increment, zeros
 from funzero.transforms.optim.adam import adamw
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
@@ -80,8 +81,8 @@ def scale_by_muon(
     def init(params: Any) -> Any:
         return {
             **hyper.init(params),
-            "count": tree_lib.map(lambda p: p.new_zeros((), dtype=torch.int32), params),
-            "mu": tree_lib.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params),
+            "count": counts(params),
+            "mu": zeros(params, mu_dtype),
         }
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -95,8 +96,7 @@ def scale_by_muon(
             x = orthogonalize(ahead, polynomials, h["eps"])
             return (ahead.conj() * x).sum() * x if adaptive else x
 
-        count = tree_lib.map(lambda c: c + 1, state["count"])
-        mu = tree_lib.map(lambda g, m: b * m + (1 - b) * g, updates, state["mu"])
+        count, mu = increment(state["count"]), first_moment(updates, state["mu"], b)
         names, moments, treedef = tree_lib.flatten_with_paths(mu)
         rows = zip(names, moments, tree_lib.leaves(updates), tree_lib.leaves(count), strict=True)
         out = tree_lib.unflatten(treedef, [direction(*row) for row in rows])

@@ -13,7 +13,7 @@ import torch
 
 from funzero.core import tree as tree_lib
 from funzero.transforms import schedules
-from funzero.transforms.base import Hyperparams, Scalar, Transform, find_state, scalar_kind, skip_missing
+from funzero.transforms.base import Hyperparams, Scalar, Transform, find_state, need_params, scalar_kind, skip_missing
 from funzero.transforms.basic import add_decayed_weights, scale_by_learning_rate
 from funzero.transforms.chain import call_directly, chain, resolved
 from funzero.transforms.moments import is_zero
@@ -50,8 +50,7 @@ def schedule_free(
         }
 
     def update(updates: Any, state: Any, params: Any = None, *, call: Any = call_directly) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("schedule_free: update needs params=...")
+        need_params(params, "schedule_free")
         h = hyper.read(state)
         b1, max_lr = h["b1"], torch.maximum(state["max_lr"], h["learning_rate"].to(state["max_lr"]))
         weight = max_lr ** h["weight_lr_power"]
