@@ -58,6 +58,11 @@ def uncounted() -> Iterator[None]:
         yield
 
 
+def saved_tensors_hooks_now() -> Any:
+    """The innermost open pair of torch.autograd.graph.saved_tensors_hooks, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """A clone whose memory is copied when one of the two is written to."""
     return torch._lazy_clone(tensor)

@@ -20,11 +20,13 @@ class Scope:
     Attributes:
         in_backward: True once the loss is there. lazy: True if params may be stand-ins; scopes within inherit it.
         remat: (glob of module paths, policy) of the modules to recompute. rematted: the modules seen to.
+        params: whole tensors of the params of a step, which no policy of recomputation moves to host memory.
     """
 
     def __init__(self, lazy: bool, remat: tuple[Any, ...]) -> None:
         self.in_backward, self.lazy, self.remat = False, lazy, remat
         self.rematted: set[int] = set()
+        self.params: list[Any] = []
         self._undo: list[Callable[[], None]] = []
 
     def on_exit(self, undo: Callable[[], None]) -> None:
@@ -36,7 +38,7 @@ class Scope:
         with contextlib.ExitStack() as stack:
             for undo in self._undo:
                 stack.callback(undo)
-            self._undo = []
+            self._undo, self.params = [], []
 
 
 def current() -> Scope | None:
@@ -49,6 +51,7 @@ def scope(lazy: bool = False, remat: tuple[Any, ...] = ()) -> Iterator[Scope]:
     """Opens a scope; it ends, whatever happens, at the end of the `with` block."""
     outer = _current.get()
     opened = Scope(lazy or (outer is not None and outer.lazy), remat or (outer.remat if outer is not None else ()))
+    opened.params = outer.params if outer is not None else []
     token = _current.set(opened)
     try:
         yield opened

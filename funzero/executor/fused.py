@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,11 +63,16 @@ class FusedAdam:
         mu, nu, count = ([column[i] for i in leaves] for column in (self.mu, self.nu, self.count))
         return Group(places, mu, nu, count, self.decays[leaves[0]])
 
+    def read(self, opt_state: list[torch.Tensor]) -> dict[str, float]:
+        """The hyper-parameters of the update that comes next."""
+        return {name: read(opt_state) for name, read in self.hyper.items()}
+
     def run(
         self,
         params: list[torch.Tensor],
         grads: list[torch.Tensor],
         opt_state: list[torch.Tensor],
+        hyper: dict[str, float],
         chosen: tuple[int, ...],
         groups: list[Group],
         skip: torch.Tensor | None,
@@ -75,10 +81,9 @@ class FusedAdam:
 
         Args:
             params, grads: of the chosen trained leaves. opt_state: all leaves, those of `written` writable; the counts
-                are replaced.
+                are replaced. hyper: see `read`.
             skip: 0-dim bool on the device, or None when this update is known to happen.
         """
-        h = {name: read(opt_state) for name, read in self.hyper.items()}
         self._advance(opt_state, chosen, skip)
         for g in groups:
             columns = [
@@ -87,7 +92,7 @@ class FusedAdam:
                 [opt_state[i] for i in g.mu],
                 [opt_state[i] for i in g.nu],
             ]
-            kernel = self._bound(h, g.decays, skip)
+            kernel = self._bound(hyper, g.decays, skip)
             run_in_vectors(columns, [opt_state[i] for i in g.count], kernel, written=[0, 2, 3])
 
     def run_rounded(
@@ -95,25 +100,24 @@ class FusedAdam:
         params: list[torch.Tensor],
         grads: list[torch.Tensor],
         opt_state: list[torch.Tensor],
-        chosen: tuple[int, ...],
-        names: list[tuple[str, str, str]],
+        hyper: dict[str, float],
+        names: dict[int, tuple[str, str, str]],
         round_to: Rounder,
         skip: torch.Tensor | None,
     ) -> None:
         """The same for leaves kept in less than float32: widened, updated and rounded one by one.
 
         Args:
-            names: of each chosen leaf and of its mu and nu. The other arguments are those of `run`.
+            names: {chosen trained leaf: its name and those of its mu and nu}, in order. The others as of `run`.
         """
-        h = {name: read(opt_state) for name, read in self.hyper.items()}
-        self._advance(opt_state, chosen, skip)
-        for k, i in enumerate(chosen):
+        self._advance(opt_state, tuple(names), skip)
+        for k, (i, labels) in enumerate(names.items()):
             kept = (params[k], opt_state[self.mu[i]], opt_state[self.nu[i]])
             p, mu, nu = wide = [x.to(wide_dtype(params[k].dtype)) for x in kept]
             columns = [[p], [grads[k].to(p.dtype)], [mu], [nu]]
-            run_in_vectors(columns, [opt_state[self.count[i]]], self._bound(h, self.decays[i], skip), [0, 2, 3])
-            for what, x, new in zip(names[k], kept, wide, strict=True):
-                x.copy_(round_to(names[k][0], what, new, x.dtype))
+            run_in_vectors(columns, [opt_state[self.count[i]]], self._bound(hyper, self.decays[i], skip), [0, 2, 3])
+            for what, x, new in zip(labels, kept, wide, strict=True):
+                x.copy_(round_to(labels[0], what, new, x.dtype))
 
     def _bound(self, hyper: dict[str, float], decays: bool, skip: torch.Tensor | None) -> Kernel:
         return functools.partial(
@@ -138,6 +142,19 @@ class FusedAdam:
             opt_state[i] = count
         for i in self.schedule_counts:
             opt_state[i].add_(one)
+
+
+def is_tame(hyper: dict[str, float], largest: float) -> bool:
+    """True if an update of finite leaves by gradients up to `largest` is finite, so that nobody has to look at it.
+
+    The second moment is a mean of squares that do not overflow, so no first moment is beyond the root of the largest
+    number, and what is divided by it is at least eps. Holds for params below a tenth of the largest number.
+    """
+    most = torch.finfo(torch.float32).max
+    rate, b1, b2, eps, decay = (hyper[n] for n in ("learning_rate", "b1", "b2", "eps", "weight_decay"))
+    if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps > 0 and largest**2 < most):
+        return False
+    return abs(rate) * math.sqrt(most) / (1 - b1) / eps < most / 10 and abs(rate * decay) <= 1
 
 
 def _kernel(columns: list[list[torch.Tensor]], counts: list[torch.Tensor], **hyper: Any) -> None:

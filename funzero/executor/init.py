@@ -18,7 +18,7 @@ from funzero.transforms.chain import resolved
 from funzero.transforms.loss_scale import as_scaling
 from funzero.transforms.precision import Policy, checked
 from funzero.transforms.rng import fold_in, make_key
-from funzero.transforms.storage import COMPENSATION, MASTER, stored
+from funzero.transforms.storage import stored
 from funzero.zero import default_specs, kept_shapes, optimized, trainable_paths
 
 
@@ -56,7 +56,7 @@ def init_state(
     shapes = kept_shapes(abstract.eval_shape(params if thunks is None else thunks), policy)
     if specs is None:
         specs = default_specs(shapes, tx, local_mesh(), trainable, buffers, policy)
-    check_policy(specs, policy, "init_state")
+    check_made_for(specs, tx, policy, "init_state")
     check_trainable(specs, shapes, trainable, "init_state")
     _check_fit(shapes, specs.params)
     _check_fit(buffers, specs.buffers)
@@ -94,7 +94,7 @@ def abstract_state(
     shapes = kept_shapes(abstract.eval_shape(params), policy)
     if specs is None:
         specs = default_specs(shapes, tx, local_mesh(), trainable, buffers, policy)
-    check_policy(specs, policy, "abstract_state")
+    check_made_for(specs, tx, policy, "abstract_state")
     check_trainable(specs, shapes, trainable, "abstract_state")
     count = torch.empty((), dtype=torch.int32, device="meta")
     return TrainState(
@@ -123,22 +123,36 @@ def check_trainable(specs: StateSpecs, shapes: Any, trainable: Any, caller: str)
         )
 
 
-def check_policy(specs: StateSpecs, policy: Policy, caller: str) -> None:
-    """Refuses a precision policy that the specs were not made for."""
+def check_made_for(specs: StateSpecs, tx: Transform, policy: Policy, caller: str) -> None:
+    """Refuses a precision policy or an optimizer that the specs were not made for."""
     kept = dict(zip(tree_lib.paths(specs.params.tree), specs.params.layouts, strict=True))
     trained = [kept[path] for path in tree_lib.paths(specs.grads.tree)]
     pairs = [(x, policy.params_dtype(x.dtype)) for x in specs.params.layouts]
     pairs += [(a, policy.accum_dtype(x.dtype)) for a, x in zip(specs.accum.layouts, trained, strict=True)]
     lines = [f"{x.path} is {dtype} there, and {x.dtype} here" for x, dtype in pairs if x.dtype != dtype]
-    held = {n.split("/")[0] for n in tree_lib.paths(specs.opt_state.tree)}
-    extras = {MASTER: policy.master is not None, COMPENSATION: policy.rounding == "kahan"}
-    wrong = [(n, asked) for n, asked in extras.items() if trained and asked != (n in held)]
-    lines += [f"opt_state/{n} is {'kept' if asked else 'not kept'} there" for n, asked in wrong]
+    if not lines:
+        seen = tree_lib.unflatten(
+            specs.grads.treedef, [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in trained]
+        )
+        made = abstract.eval_shape(lambda: stored(resolved(tx, specs.grads.abstract()), policy).init(seen))
+        lines = _differences(dict(zip(*tree_lib.flatten_with_paths(made)[:2], strict=True)), specs.opt_state)
     if lines:
         raise ValueError(
-            f"{caller}: the layout is not that of precision {policy.name}: {lines[0]}; "
-            "pass the same precision= to zero_specs, init_state and make_step"
+            f"{caller}: the layout is not that of precision {policy.name} and this optimizer: {lines[0]}; "
+            "pass the same tx and precision= to zero_specs, init_state and make_step"
         )
+
+
+def _differences(made: dict[str, torch.Tensor], specs: Specs) -> list[str]:
+    """Where an optimizer's state is not what the specs of opt_state say, one line each."""
+    here = dict(zip(tree_lib.paths(specs.tree), specs.layouts, strict=True))
+    lines = [f"opt_state/{n} is {'kept' if n in made else 'not kept'} there" for n in sorted(made.keys() ^ here.keys())]
+    for name in sorted(made.keys() & here.keys()):
+        x, y = made[name], here[name]
+        if (x.dtype, tuple(x.shape)) != (y.dtype, y.shape):
+            there = tree_lib.dtype_and_shape(x.dtype, tuple(x.shape))
+            lines.append(f"{y.path} is {there} there, and {tree_lib.dtype_and_shape(y.dtype, y.shape)} here")
+    return lines
 
 
 def _scale(given: Any, policy: Policy, device: torch.device) -> Any:

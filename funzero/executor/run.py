@@ -16,12 +16,13 @@ from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable, poison
 from funzero.executor.flat import FlatState
-from funzero.executor.init import check_policy, check_trainable
+from funzero.executor.init import check_made_for, check_trainable
 from funzero.executor.micro import MicroBatch, cast_batch
 from funzero.executor.options import StepOptions
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import SmallReductions
 from funzero.executor.session import Placement, Session
+from funzero.executor.sound import first_spoilt
 from funzero.executor.update import Selection, clip, update_leaves
 from funzero.executor.window import Window, as_node, open_window
 from funzero.transforms import loss_scale
@@ -41,7 +42,7 @@ class Bound:
     """A step bound to one layout: its plans, made at the first call with a state of that layout."""
 
     def __init__(self, specs: StateSpecs, tx: Transform, options: StepOptions):
-        check_policy(specs, options.precision, "make_step")
+        check_made_for(specs, tx, options.precision, "make_step")
         self.plan = Plan(specs, options.precision)
         self.tx = self.plan.resolved(tx)
         self.placement = Placement(
@@ -203,15 +204,12 @@ class Runner:
         on_host = plan.mesh.device.type == "cpu"
         if on_host and bool(skip):
             self._bad_leaf = "; their weight was 0" if bool(empty) else f"; the first bad gradient is that of {bad()}"
+            refused = torch.zeros_like(skip)
         else:
-            flag = None if on_host else skip
-            try:
-                update_leaves(selection, flat, grads, flag, options.donate)
-            except BaseException:
-                if options.donate:
-                    poison(flat.old, spent=True)
-                raise
-            flat.buffers = _new_buffers(plan, window, flat.buffers, weight, flag)
+            largest = norm if options.max_norm is None else norm.clamp(max=options.max_norm)
+            refused = self._apply(selection, flat, window, grads, largest, weight, None if on_host else skip)
+            refused = refused & ~skip
+            skip = skip | refused
         flat.step = flat.step + ~skip
         flat.skips = torch.where(skip, flat.skips + 1, 0).to(torch.int32)
         flat.accum = EMPTY_NODE
@@ -228,8 +226,43 @@ class Runner:
         )
         if isinstance(flat.loss_scale, LossScale):
             moved = loss_scale.update(flat.loss_scale, finite)
-            flat.loss_scale = tree_lib.map(lambda new, old: torch.where(empty, old, new), moved, flat.loss_scale)
+            flat.loss_scale = tree_lib.map(
+                lambda new, old: torch.where(empty | refused, old, new), moved, flat.loss_scale
+            )
         return flat.close(options.donate), metrics
+
+    def _apply(
+        self,
+        selection: Selection,
+        flat: FlatState,
+        window: Window,
+        grads: list[torch.Tensor],
+        largest: torch.Tensor,
+        weight: torch.Tensor,
+        skip: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The update, unless it would spoil the state: 0-dim bool that tells. Arguments as of `update_leaves`."""
+        plan, donate = selection.plan, self._options.donate
+        buffers = _new_buffers(plan, window, flat.buffers, weight)
+        spoilt = first_spoilt(flat.buffers, buffers, plan.mesh) if buffers else torch.zeros_like(weight)
+        if skip is None and int(spoilt):
+            self._bad_leaf = f"; {plan.specs.buffers.layouts[len(buffers) - int(spoilt)].path} would not be finite"
+            return spoilt > 0
+        skip = skip if skip is None else skip | (spoilt > 0)
+        try:
+            found = update_leaves(selection, flat, grads, largest, skip, donate)
+        except BaseException:
+            if donate:
+                poison(flat.old, spent=True)
+            raise
+        if skip is not None:
+            stays = skip | (found > 0)
+            flat.buffers = [torch.where(stays, a, b) for a, b in zip(flat.buffers, buffers, strict=True)]
+        elif int(found):
+            self._bad_leaf = f"; {selection.refuser(int(found))} would not be finite after the update"
+        else:
+            flat.buffers = buffers
+        return (spoilt > 0) | (found > 0)
 
 
 def _check_scale(scale: LossScale, bad_leaf: str) -> None:
@@ -240,18 +273,15 @@ def _check_scale(scale: LossScale, bad_leaf: str) -> None:
         )
 
 
-def _new_buffers(
-    plan: Plan, window: Window, old: list[torch.Tensor], weight: torch.Tensor, skip: torch.Tensor | None
-) -> list[torch.Tensor]:
+def _new_buffers(plan: Plan, window: Window, old: list[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
     """The buffers after an update: floats averaged over the batch axes by weight, the others at their largest."""
 
     def merge(new: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         if plan.batch_ranks > 1:
             new = _mean_buffer(new, window.weight / weight, plan.mesh)
-        new = new.to(before.dtype)
-        return new if skip is None else torch.where(skip, before, new)
+        return new.to(before.dtype).detach()
 
-    return [merge(a, b).detach() for a, b in zip(window.buffers, old, strict=True)]
+    return [merge(a, b) for a, b in zip(window.buffers, old, strict=True)]
 
 
 def _mean_buffer(own: torch.Tensor, share: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -217,6 +217,7 @@ class Session:
             seeded(micro.key, plan.mesh.device),
             torch.enable_grad(),
         ):
+            opened.params = handed.leaves
             held, wanted = self._inputs(handed.leaves, lazy, place, on_grad)
             params = tree_lib.unflatten(plan.specs.params.treedef, held)
             with lazy.saved_by_name() if lazy is not None else contextlib.nullcontext(), casting(plan):

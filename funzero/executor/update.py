@@ -16,6 +16,7 @@ from funzero.executor.options import StepOptions
 from funzero.executor.pieces import PartCaller
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import ReducePlan, or_zeros
+from funzero.executor.sound import first_spoilt
 from funzero.executor.window import Window
 from funzero.transforms.base import Transform
 from funzero.transforms.norm import NormPlan, clip_factor
@@ -99,6 +100,17 @@ class Selection:
         return found
 
     @functools.cached_property
+    def tame(self) -> bool:
+        """True if what the kernel computes fits into what it is kept in: float16 overflows at 65504."""
+        return all(self.plan.specs.params.layouts[i].dtype != torch.float16 for i in self.params_at)
+
+    def refuser(self, found: int) -> str:
+        """The path of the leaf that `update_leaves` returns."""
+        params = [self.plan.specs.params.layouts[i].path for i in self.params_at]
+        names = params + [x.path for x in self.plan.specs.opt_state.layouts]
+        return names[len(names) - found]
+
+    @functools.cached_property
     def low(self) -> bool:
         """True if an update is made in a wider dtype than params or moments are kept in, and rounded."""
         kept = [self.plan.specs.params.layouts[i].dtype for i in self.params_at]
@@ -121,11 +133,11 @@ class Selection:
         return moments(self.tx, self.plan.specs.grads.abstract())
 
     @functools.cached_property
-    def labels(self) -> list[tuple[str, str, str]]:
-        """Names of each chosen leaf, its mu and its nu, by which the fused form rounds."""
+    def labels(self) -> dict[int, tuple[str, str, str]]:
+        """Names of each chosen leaf, its mu and its nu, by trained leaf: what the fused form rounds by."""
         paths, kernel = tree_lib.paths(self.plan.specs.opt_state.tree), self.kernel
         assert kernel is not None
-        return [(self.names[i], paths[kernel.mu[i]], paths[kernel.nu[i]]) for i in self.chosen]
+        return {i: (self.names[i], paths[kernel.mu[i]], paths[kernel.nu[i]]) for i in self.chosen}
 
     def rounder(self, flat: FlatState) -> Rounder:
         """How this update rounds."""
@@ -192,42 +204,76 @@ def clip(
 
 
 def update_leaves(
-    selection: Selection, flat: FlatState, grads: list[torch.Tensor], skip: torch.Tensor | None, donate: bool
-) -> None:
-    """Replaces the params and the opt_state of `flat`.
-
-    Args:
-        grads: finalised, of the chosen leaves.
-        skip: 0-dim bool on the device that makes the update a no-op, or None when the host knows that it happens.
-    """
-    make_writable(flat.params, selection.params_at, donate)
-    pieces = [flat.params[i] if part is None else place.cut_flat(flat.params[i], part) for i, part in selection.parts]
-    if selection.kernel is None:
-        _composed(selection, pieces, flat, grads, skip)
-    else:
-        make_writable(flat.opt_state, [*selection.written, *selection.masters], donate)
-        _fused(selection, selection.kernel, pieces, flat, grads, skip)
-    _make_whole(selection, flat, pieces)
-
-
-def _fused(
     selection: Selection,
-    kernel: fused.FusedAdam,
-    pieces: list[torch.Tensor],
     flat: FlatState,
     grads: list[torch.Tensor],
+    largest: torch.Tensor,
     skip: torch.Tensor | None,
+    donate: bool,
+) -> torch.Tensor:
+    """Replaces the params and the opt_state of `flat`, unless something finite in them would cease to be.
+
+    Args:
+        grads: finalised, of the chosen leaves. largest: no element of theirs is beyond it, 0-dim float64.
+        skip: 0-dim bool on the device that makes the update a no-op, or None when the host knows that it happens.
+
+    Returns: 0, or which leaf refused the update, see `Selection.refuser`; int64 on the device, equal on every rank.
+    """
+    if selection.kernel is None:
+        return _update_composed(selection, flat, grads, skip, donate)
+    hyper = selection.kernel.read(flat.opt_state)
+    # Where only the device knows how large the gradients are, those whose squares overflow are refused unseen.
+    tame = selection.tame and fused.is_tame(hyper, float(largest) if skip is None else 0.0)
+    if skip is not None and tame:
+        too_large = largest.square() >= torch.finfo(torch.float32).max
+        _update_fused(selection, flat, grads, hyper, skip | too_large, donate)
+        return too_large.long()
+    if tame:
+        _update_fused(selection, flat, grads, hyper, skip, donate)
+        return torch.zeros((), dtype=torch.int64)
+    before, state = list(flat.params), list(flat.opt_state)
+    _update_fused(selection, flat, grads, hyper, skip, donate=False)
+    places = selection.params_at
+    found = first_spoilt(
+        [*(before[i] for i in places), *state],
+        [*(flat.params[i] for i in places), *flat.opt_state],
+        selection.plan.mesh,
+    )
+    if int(found):
+        flat.params, flat.opt_state = before, state
+    return found
+
+
+def _pieces(selection: Selection, flat: FlatState) -> list[torch.Tensor]:
+    """What is updated here of each chosen param; a view."""
+    return [flat.params[i] if part is None else place.cut_flat(flat.params[i], part) for i, part in selection.parts]
+
+
+def _update_fused(
+    selection: Selection,
+    flat: FlatState,
+    grads: list[torch.Tensor],
+    hyper: dict[str, float],
+    skip: torch.Tensor | None,
+    donate: bool,
 ) -> None:
+    """In place where `donate` allows it."""
+    kernel = selection.kernel
+    assert kernel is not None
+    make_writable(flat.params, selection.params_at, donate)
+    make_writable(flat.opt_state, [*selection.written, *selection.masters], donate)
+    pieces = _pieces(selection, flat)
     chosen = selection.chosen
     if selection.low:
-        kernel.run_rounded(pieces, grads, flat.opt_state, chosen, selection.labels, selection.rounder(flat), skip)
-        return
-    masters = [flat.opt_state[i] for i in selection.masters]
-    targets = masters or pieces
-    grads = [g.to(p.dtype) for p, g in zip(targets, grads, strict=True)] if masters else grads
-    kernel.run(targets, grads, flat.opt_state, chosen, selection.kernel_groups, skip)
-    if masters:
-        torch._foreach_copy_(pieces, masters)
+        kernel.run_rounded(pieces, grads, flat.opt_state, hyper, selection.labels, selection.rounder(flat), skip)
+    else:
+        masters = [flat.opt_state[i] for i in selection.masters]
+        targets = masters or pieces
+        grads = [g.to(p.dtype) for p, g in zip(targets, grads, strict=True)] if masters else grads
+        kernel.run(targets, grads, flat.opt_state, hyper, chosen, selection.kernel_groups, skip)
+        if masters:
+            torch._foreach_copy_(pieces, masters)
+    _make_whole(selection, flat, pieces)
 
 
 def _make_whole(selection: Selection, flat: FlatState, pieces: list[torch.Tensor]) -> None:
@@ -246,18 +292,38 @@ def _make_whole(selection: Selection, flat: FlatState, pieces: list[torch.Tensor
         pending.wait()
 
 
+def _update_composed(
+    selection: Selection, flat: FlatState, grads: list[torch.Tensor], skip: torch.Tensor | None, donate: bool
+) -> torch.Tensor:
+    """Looks at all that the optimizer returns before any of it is written."""
+    values, state = _composed(selection, flat, grads)
+    found = first_spoilt([*_pieces(selection, flat), *flat.opt_state], [*values, *state], selection.plan.mesh)
+    if skip is None and int(found):
+        return found
+    make_writable(flat.params, selection.params_at, donate)
+    pieces = _pieces(selection, flat)
+    if skip is not None:
+        skip = skip | (found > 0)
+        values = [torch.where(skip, a, b) for a, b in zip(pieces, values, strict=True)]
+        state = [torch.where(skip, a, b) for a, b in zip(flat.opt_state, state, strict=True)]
+    for p, value in zip(pieces, values, strict=True):
+        p.copy_(value)
+    flat.opt_state = state
+    _make_whole(selection, flat, pieces)
+    return found
+
+
 def _composed(
-    selection: Selection,
-    pieces: list[torch.Tensor],
-    flat: FlatState,
-    grads: list[torch.Tensor],
-    skip: torch.Tensor | None,
-) -> None:
-    """Runs the optimizer as its transforms say, on trees in which leaves that took no part are `None`."""
+    selection: Selection, flat: FlatState, grads: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Runs the optimizer as its transforms say, on trees in which leaves that took no part are `None`.
+
+    Returns: the new chosen params and the whole new opt_state, in the dtypes in which they are kept.
+    """
     trained, tx = selection.plan.specs.grads, selection.tx
     held = [torch.empty(x.local_shape, dtype=x.dtype, device="meta") for x in trained.layouts]
     given: list[Any] = [None] * len(held)
-    for i, p, g in zip(selection.chosen, pieces, grads, strict=True):
+    for i, p, g in zip(selection.chosen, _pieces(selection, flat), grads, strict=True):
         held[i], given[i] = p, g
     caller = PartCaller(dict(zip(selection.names, trained.layouts, strict=True)))
     opt_state = tree_lib.unflatten(selection.plan.specs.opt_state.treedef, flat.opt_state)
@@ -265,11 +331,6 @@ def _composed(
     policy, round_to = selection.plan.policy, selection.rounder(flat)
     params, new = update_stored(tx, policy, *trees, round_to, owners=selection.owners, call=caller)
     after = dict(zip(*tree_lib.flatten_with_paths(params)[:2], strict=True))
-    for i, p in zip(selection.chosen, pieces, strict=True):
-        value = after[selection.names[i]]
-        p.copy_(value if skip is None else torch.where(skip, p, value))
     kept = selection.plan.specs.opt_state.layouts
     state = [x.to(y.dtype) for x, y in zip(tree_lib.leaves(new), kept, strict=True)]
-    flat.opt_state = (
-        state if skip is None else [torch.where(skip, a, b) for a, b in zip(flat.opt_state, state, strict=True)]
-    )
+    return [after[selection.names[i]] for i in selection.chosen], state

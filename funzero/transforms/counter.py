@@ -13,14 +13,16 @@ for Hash Functions", 2018 (`lowbias32`).
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from funzero.transforms import rng
 
 _TILE = 1 << 17  # elements for each CPU thread: larger leaves the cache, smaller makes threads wait for each other
 _TILE_DEVICE = 1 << 24
+_SMALL = 1 << 16  # on the CPU, up to so many elements numpy is faster: its calls cost less, and it needs no threads
 _STREAM = 0x66756E7A  # sets these keys apart from those of `fold_in` by a user
 _SPAN = 1 << 32
 # Shift right, the mask that makes the shift of a signed word a logical one, and the factor of each third of lowbias32.
@@ -32,8 +34,11 @@ def signed(x: int) -> int:
     return ((x + (1 << 31)) & (_SPAN - 1)) - (1 << 31)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """lowbias32, in place on an int32 tensor."""
+Ints = TypeVar("Ints", torch.Tensor, "np.ndarray[Any, Any]")
+
+
+def _mix(x: Ints) -> Ints:
+    """lowbias32, in place on an int32 tensor or array."""
     for shift, mask, factor in _THIRDS:
         shifted = x >> shift
         shifted &= mask
@@ -67,7 +72,7 @@ class Words:
         x += _mix((index >> 32).to(torch.int32) + self._high) + self._then
         return _mix(x)
 
-    def span(self, first: int, steps: torch.Tensor) -> torch.Tensor:
+    def span(self, first: int, steps: Ints) -> Ints:
         """Those of first, first + 1, ...; `steps` is int32 0, 1, ... and the high half must be the same for all."""
         x = steps + signed(first + self._add)
         _mix(x)
@@ -88,7 +93,13 @@ def fill(out: torch.Tensor, key: torch.Tensor, words: int, first: int, make: Cal
     """Writes make(word 0, word 1, ...) of the indices first, first + 1, ... to a contiguous tensor, tile by tile."""
     flat = out.view(-1)
     size = _TILE * torch.get_num_threads() if out.device.type == "cpu" else _TILE_DEVICE
-    steps = torch.arange(min(size, flat.numel()), dtype=torch.int32, device=out.device)
     streams = [Words(key, word) for word in range(words)]
+    if out.device.type == "cpu" and flat.numel() <= _SMALL:
+        count = np.arange(flat.numel(), dtype=np.int32)
+        for start, length in tiles(first, flat.numel(), size):
+            drawn = [torch.from_numpy(s.span(first + start, count[:length])) for s in streams]
+            flat[start : start + length] = make(*drawn)
+        return
+    steps = torch.arange(min(size, flat.numel()), dtype=torch.int32, device=out.device)
     for start, length in tiles(first, flat.numel(), size):
         flat[start : start + length] = make(*(s.span(first + start, steps[:length]) for s in streams))

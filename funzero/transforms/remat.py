@@ -6,6 +6,8 @@ The gradients have the same bits, and random masks repeat. What is kept is a pol
 - "everything": all is kept; the function as it is.
 - "matmuls": results of matrix products, convolutions and attention are kept, what lies between them is not.
 - a tuple of names: values marked by `keep(x, name)` are kept; what leads to them is still computed again.
+- "host": all is kept, in host memory (pinned, where the device can read that): nothing is computed again, but every value
+  travels twice. Params are left where they are. On the CPU it changes nothing.
 
 References: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022 (the selective form).
@@ -19,7 +21,10 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-POLICIES = ("nothing", "everything", "matmuls")
+from funzero import _compat
+from funzero.core import scope
+
+POLICIES = ("nothing", "everything", "matmuls", "host")
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Policy = str | tuple[str, ...]
 
@@ -82,6 +87,9 @@ def remat(fn: Fn, policy: Any = "nothing") -> Fn:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
+        if kept == "host":
+            with torch.autograd.graph.saved_tensors_hooks(*_host_hooks()):
+                return fn(*args, **kwargs)
         if kept == "nothing":
             return checkpoint(fn, *args, use_reentrant=False, **kwargs)
         contexts = functools.partial(create_selective_checkpoint_contexts, _choice(kept))
@@ -96,6 +104,43 @@ def _choice(kept: Policy) -> Callable[..., CheckpointPolicy]:
         return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
 
     return choose
+
+
+def _host_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """How autograd saves and gets back a value; what the hooks around these already save by name stays theirs."""
+    outer_pack, outer_unpack = _compat.saved_tensors_hooks_now() or (_same, _same)
+    surrounding = scope.current()
+    params = surrounding.params if surrounding is not None else ()
+    stay = frozenset(x.untyped_storage()._cdata for x in params)
+
+    def pack(x: torch.Tensor) -> tuple[torch.device | None, Any]:
+        packed = outer_pack(x)
+        if packed is not x or _stays(x, stay):
+            return None, packed
+        home = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+        return x.device, home.copy_(x, non_blocking=True)  # on the stream that reads it again
+
+    def unpack(packed: tuple[torch.device | None, Any]) -> torch.Tensor:
+        device, held = packed
+        found: torch.Tensor = outer_unpack(held) if device is None else held.to(device, non_blocking=True)
+        return found
+
+    return pack, unpack
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _stays(x: torch.Tensor, stay: frozenset[int]) -> bool:
+    """True for what is in host memory already, and for params: leaves of the graph, those of a step, and their views."""
+    source = x if x._base is None else x._base
+    is_param = (source.is_leaf and source.requires_grad) or x.untyped_storage()._cdata in stay
+    return is_param or _in_host_memory(x)
+
+
+def _in_host_memory(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def checked_rules(rules: Mapping[str, Any] | None) -> tuple[tuple[str, Policy], ...]:

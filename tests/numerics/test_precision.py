@@ -174,8 +174,22 @@ def test_a_policy_in_one_place_only_is_named():
     for name in ("bf16_pure", "bf16_master"):
         with pytest.raises(ValueError, match=f"make_step: the layout is not that of precision {name}"):
             fz.make_step(loss_fn, tx, precision=POLICIES[name])(state, {"x": torch.ones(2, 37)})
+    moments = fz.precision.Policy("low moments", moments=torch.bfloat16, rounding="stochastic")
+    with pytest.raises(ValueError, match=r"opt_state/\S+/(mu|nu)/\S+ is bfloat16\S* there, and float32"):
+        fz.make_step(loss_fn, tx, precision=moments)(state, {"x": torch.ones(2, 37)})
     with pytest.raises(ValueError, match="fp16_mixed needs a loss scale and the state has none"):
         fz.make_step(loss_fn, tx, precision=fz.precision.fp16_mixed)(state, {"x": torch.ones(2, 37)})
+
+
+def test_an_optimizer_in_one_place_only_is_named():
+    tx, other, params = fz.adamw(0.1), fz.sgd(0.1, momentum=0.9), params_of()
+    specs = fz.zero_specs(params, tx, fz.make_mesh(dp=-1), stage=0)
+    for make in (fz.init_state, fz.abstract_state):
+        with pytest.raises(ValueError, match=rf"{make.__name__}: .*this optimizer: opt_state/\S+ is (not )?kept there"):
+            make(params, other, specs=specs)
+    state = fz.init_state(params, tx, specs=specs)
+    with pytest.raises(ValueError, match=r"make_step: .*this optimizer: opt_state/"):
+        fz.make_step(loss_fn, other)(state, {"x": torch.ones(2, 37)})
 
 
 # BR06 --------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from torch import nn
 
 import funzero as fz
 from funzero.executor import session
+from funzero.transforms import remat
 from tests.ranks import pool
 
-POLICIES = ["nothing", "everything", "matmuls", ("mid",)]
+POLICIES = ["nothing", "everything", "matmuls", ("mid",), "host"]
 
 
 class Block(nn.Module):
@@ -124,17 +125,65 @@ def test_matmuls_and_named_values_are_not_computed_again(policy):
     assert count.products == 2 + 3 + (2 if policy == "nothing" else 0)
 
 
-def test_second_order_goes_through():
-    w = torch.randn(6, dtype=torch.float64)
+def penalty(wrap):
+    """The gradient of a squared gradient."""
+    w = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def penalty(wrap):
-        def loss(p):
-            (g,) = torch.autograd.grad(wrap(lambda v: torch.tanh(v * v).sum())(p["w"]), p["w"], create_graph=True)
-            return g.square().sum()
+    def loss(p):
+        (g,) = torch.autograd.grad(wrap(lambda v: torch.tanh(v * v).sum())(p["w"]), p["w"], create_graph=True)
+        return g.square().sum()
 
-        return fz.grad_fn(loss)({"w": w})[0]["w"]
+    return fz.grad_fn(loss)({"w": w})[0]["w"]
 
-    assert torch.equal(penalty(lambda f: f), penalty(fz.remat))
+
+@pytest.mark.parametrize("policy", ["nothing", "host"])
+def test_second_order_goes_through(policy, monkeypatch):
+    monkeypatch.setattr(remat, "_in_host_memory", lambda x: False)
+    assert torch.equal(penalty(lambda f: f), penalty(lambda f: fz.remat(f, policy)))
+
+
+@pytest.mark.parametrize("outer", POLICIES)
+@pytest.mark.parametrize("inner", ["nothing", "host"])
+def test_policies_within_policies(outer, inner, monkeypatch):
+    monkeypatch.setattr(remat, "_in_host_memory", lambda x: False)
+    w = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+
+    def run(wrap_outer, wrap_inner):
+        inside = wrap_inner(lambda v: torch.tanh(v @ v.T).sum(0))
+        return torch.autograd.grad(wrap_outer(lambda v: (inside(v * 2) * inside(v)).sum())(w), w)[0]
+
+    plain = run(lambda f: f, lambda f: f)
+    assert torch.equal(run(lambda f: fz.remat(f, outer), lambda f: fz.remat(f, inner)), plain)
+
+
+def test_host_moves_what_autograd_keeps_but_no_params(monkeypatch):
+    """With every value taken for one on a device: what is moved, and that hooks of others around it see the rest."""
+    monkeypatch.setattr(remat, "_in_host_memory", lambda x: False)
+    moved = []
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: moved.append(x) or torch.empty(x.shape, dtype=x.dtype))
+    model, x = Block(8, rate=0.5), torch.randn(4, 8)
+    params, _ = fz.split_module(model)
+    for how in ("step", "grad_fn"):
+        moved.clear()
+        if how == "step":
+            step = fz.make_step(
+                lambda p, b: fz.remat(lambda: fz.functional_call(model, p, b), "host")().sum(), fz.sgd(0.1)
+            )
+            step(fz.init_state(params, fz.sgd(0.1)), x)
+        else:
+            fz.grad_fn(lambda p: fz.remat(lambda p: fz.functional_call(model, p, x), "host")(p).sum())(params)
+        shapes = {tuple(t.shape) for t in moved}
+        assert (4, 16) in shapes, "activations were meant to move"
+        assert not shapes & {(16, 8), (8, 16)}, f"{how}: a weight was moved: {shapes}"
+
+    seen = []
+    w = torch.randn(3, requires_grad=True)
+    named = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or ("mine", t), lambda p: p[1])
+    moved.clear()
+    with named:
+        y = fz.remat(lambda: torch.tanh(w * 2), "host")()
+    assert seen and not moved, "what hooks around it save is theirs"
+    assert torch.allclose(torch.autograd.grad(y.sum(), w)[0], 2 * (1 - torch.tanh(2 * w).square()))
 
 
 def test_two_trees_in_one_graph_through_remat():
@@ -154,6 +203,7 @@ def test_two_trees_in_one_graph_through_remat():
 
 def at_stage_3(rank, world, policy, budget):
     before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
+    remat._in_host_memory, real = (lambda x: False), remat._in_host_memory  # so that "host" makes copies on a CPU too
     try:
         model, out = Net().double(), []
         params, x = params_of(model), torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -170,10 +220,11 @@ def at_stage_3(rank, world, policy, budget):
         return out
     finally:
         session.BUNDLE_BYTES = before
+        remat._in_host_memory = real
 
 
 @pytest.mark.parametrize("budget", [None, 2000])
-@pytest.mark.parametrize("policy", ["nothing", "matmuls"])
+@pytest.mark.parametrize("policy", ["nothing", "matmuls", "host"])
 def test_lazy_leaves_accumulation_and_a_budget(policy, budget):
     for plain, found in pool(2).run(at_stage_3, policy, budget):
         assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
