@@ -3,14 +3,25 @@
 import torch as _torch
 
 from funzero import _compat, data
-from funzero.checkpoint.plain import restore, save
+from funzero.checkpoint.manager import CheckpointManager
+from funzero.checkpoint.manifest import read_manifest
+from funzero.checkpoint.restore import restore
+from funzero.checkpoint.save import save
 from funzero.core import tree
 from funzero.core.abstract import eval_shape
-from funzero.core.errors import DonatedError, LossScaleError, MeshError, SkipLimitError, SpentStateError
+from funzero.core.errors import (
+    CheckpointError,
+    DonatedError,
+    LossScaleError,
+    MeshError,
+    SkipLimitError,
+    SpentStateError,
+)
 from funzero.core.mesh import Mesh, abstract_mesh, make_mesh
 from funzero.core.spec import P, Spec, Specs
 from funzero.core.state import Accumulator, Metrics, StateSpecs, TrainState
 from funzero.core.tie import tie
+from funzero.core.version import __version__ as __version__
 from funzero.executor.evaluate import call, make_eval
 from funzero.executor.init import abstract_state, init_state
 from funzero.executor.place import gather, reshard, shard
@@ -62,10 +73,11 @@ from funzero.transforms.update import apply_update, apply_updates, with_hyperpar
 from funzero.zero import zero_specs
 
 _compat.check_torch_version(_torch.__version__)
-__version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
+    "CheckpointError",
+    "CheckpointManager",
     "DonatedError",
     "Loss",
     "LossScaleError",
@@ -134,6 +146,7 @@ __all__ = [
     "polyak_averaging",
     "precision",
     "random",
+    "read_manifest",
     "reduce",
     "remat",
     "reshard",

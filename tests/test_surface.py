@@ -8,7 +8,8 @@ import funzero as fz
 
 NAMES = set(
     """
-    Accumulator DonatedError Loss LossScaleError Mesh MeshError Metrics P SkipLimitError Spec Specs SpentStateError
+    Accumulator CheckpointError CheckpointManager read_manifest
+    DonatedError Loss LossScaleError Mesh MeshError Metrics P SkipLimitError Spec Specs SpentStateError
     StateSpecs Step Sum TrainState Transform abstract_mesh abstract_state accumulate adafactor adagrad adam adamw
     adamw_4bit adamw_8bit adan add_decayed_weights amsgrad apply_update apply_updates averaged_params call centralize
     chain clip clip_by_block_rms clip_by_global_norm data ema eval_shape finalize functional_call gather global_norm
@@ -34,8 +35,9 @@ SIGNATURES = {
     "clip_by_global_norm": "grads max_norm specs expert_aware",
     "global_norm": "grads specs",
     "remat": "fn policy",
-    "save": "path state overwrite",
-    "restore": "path like",
+    "save": "path state extra overwrite trainable_only",
+    "restore": "path like strict select cast",
+    "CheckpointManager": "root keep keep_every best background every_steps every_s",
     "adamw": "learning_rate b1 b2 eps weight_decay mask eps_root nesterov",
     "apply_update": "tx state grads precision",
     "with_hyperparams": "state values",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from funzero.checkpoint.plain import MANIFEST
+from funzero.checkpoint.manifest import MANIFEST
 
 CONFIG, METRICS, RESULT, CURVE, LOG, BASELINES = (
     "config.json", "metrics.jsonl", "result.json", "loss.png", "stderr.log", "baselines.json",

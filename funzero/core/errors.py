@@ -19,3 +19,7 @@ class SkipLimitError(RuntimeError):
 
 class LossScaleError(RuntimeError):
     """Gradients overflowed at the smallest loss scale."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, incomplete or not what it says: names the file, and the leaf where there is one."""

@@ -116,6 +116,20 @@ def map_with_path(fn: Callable[..., Any], tree: Tree) -> Tree:
     return unflatten(treedef, [fn(n, x) for n, x in zip(names, found, strict=True)])
 
 
+def containers(tree: Tree) -> dict[str, str]:
+    """{path: kind} of each container, such as "dict", "list" or the name of a class; `None` is a "NoneType"."""
+    out: dict[str, str] = {}
+
+    def walk(spec: optree.PyTreeSpec, path: str) -> None:
+        if spec.type is not None:
+            out[path] = "dict" if issubclass(spec.type, dict) else spec.type.__name__
+            for entry, child in zip(spec.entries(), spec.children(), strict=True):
+                walk(child, f"{path}/{escape(entry)}" if path else escape(entry))
+
+    walk(structure(tree), "")
+    return out
+
+
 def prefix_path(prefix: str, path: str) -> str:
     """Joins two paths, either of which may be empty."""
     return f"{prefix}/{path}" if prefix and path else prefix or path

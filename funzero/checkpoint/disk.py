@@ -1,0 +1,238 @@
+"""Files of leaves: safetensors files, written past the page cache and read in checked blocks.
+
+[Note: direct writes] A checkpoint is written once and seldom read, so it should neither push other data out of the page
+cache nor pass through it. Data go through a few buffers of whole pages, several at a time, with O_DIRECT where the file
+system has it. The header is padded with blanks, which safetensors allows, so that data begin at a whole page.
+"""
+
+import bisect
+import dataclasses
+import errno
+import itertools
+import json
+import math
+import mmap
+import os
+import queue
+import stat
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from funzero.checkpoint.manifest import BLOCK, File, Piece
+from funzero.core.errors import CheckpointError
+
+PAGE = 4096
+BUFFER = 4 << 20  # bytes of one write
+THREADS = 4
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+}
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A tensor to write: contiguous, in host memory. `key`: its name in the file."""
+
+    key: str
+    tensor: torch.Tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory, as bytes."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def write_file(path: Path, items: list[Item]) -> tuple[File, list[tuple[int, str]]]:
+    """Writes a safetensors file and waits until it is on disk.
+
+    Returns: the file, and for each item the offset of its first byte and its checksums.
+
+    Raises OSError, and ValueError for a dtype that safetensors lacks.
+    """
+    order = sorted(range(len(items)), key=lambda i: -items[i].tensor.element_size())  # so that each is aligned
+    header, starts, end = {"__metadata__": {"format": "pt"}}, {}, 0
+    for i in order:
+        x = items[i].tensor
+        starts[i], end = end, end + x.numel() * x.element_size()
+        header[items[i].key] = _described(x, starts[i], end)
+    text = json.dumps(header).encode()
+    data = math.ceil((8 + len(text)) / PAGE) * PAGE
+    head = memoryview((data - 8).to_bytes(8, "little") + text.ljust(data - 8))
+    views = [bytes_of(items[i].tensor) for i in order]
+    with ThreadPoolExecutor(THREADS) as pool:
+        sums = pool.map(zlib.crc32, [v[at : at + BLOCK] for v in views for at in range(0, len(v), BLOCK)])
+        _write(path, [head, *views], pool)
+        digits = iter([f"{x:08x}" for x in sums])
+    crcs = {i: "".join(itertools.islice(digits, math.ceil(len(v) / BLOCK))) for i, v in zip(order, views, strict=True)}
+    file = File(bytes=data + end, start=data, crc32=f"{zlib.crc32(head):08x}")
+    return file, [(data + starts[i], crcs[i]) for i in range(len(items))]
+
+
+def _described(x: torch.Tensor, start: int, end: int) -> dict[str, object]:
+    shape = list(x.shape) if x.dtype not in _REAL else [*x.shape, 2]
+    dtype = _REAL.get(x.dtype, x.dtype)
+    if dtype not in _NAMES:
+        raise ValueError(f"safetensors has no {dtype}")
+    return {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+
+
+def _write(path: Path, parts: list[memoryview], pool: Executor) -> None:
+    """The parts end to end, in buffers of whole pages."""
+    ends = list(itertools.accumulate(len(p) for p in parts))
+    buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(THREADS):
+        buffers.put(mmap.mmap(-1, BUFFER))
+
+    def put(handle: int, at: int) -> None:
+        buffer = buffers.get()
+        try:
+            size = _fill(memoryview(buffer), parts, ends, at)
+            _put(handle, memoryview(buffer)[: math.ceil(size / PAGE) * PAGE], at)
+        finally:
+            buffers.put(buffer)
+
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        direct = _reopened(path, handle)
+        try:
+            put(direct, 0)
+        except OSError as error:
+            if direct == handle or error.errno != errno.EINVAL:
+                raise
+            os.close(direct)
+            direct = handle
+            put(direct, 0)
+        try:
+            for done in [pool.submit(put, direct, at) for at in range(BUFFER, ends[-1], BUFFER)]:
+                done.result()
+        finally:
+            if direct != handle:
+                os.close(direct)
+        os.ftruncate(handle, ends[-1])
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _reopened(path: Path, handle: int) -> int:
+    """The same file past the page cache, or as it is where the file system does not allow that."""
+    try:
+        return os.open(path, os.O_WRONLY | _DIRECT) if _DIRECT else handle
+    except OSError:
+        return handle
+
+
+def _fill(buffer: memoryview, parts: list[memoryview], ends: list[int], at: int) -> int:
+    """Copies the bytes from `at` on into a buffer; how many there were."""
+    size = min(BUFFER, ends[-1] - at)
+    i, done = bisect.bisect_right(ends, at), 0
+    while done < size:
+        begin = at + done - (ends[i] - len(parts[i]))
+        n = min(len(parts[i]) - begin, size - done)
+        buffer[done : done + n] = parts[i][begin : begin + n]
+        done, i = done + n, i + 1
+    return size
+
+
+def _put(handle: int, buffer: memoryview, at: int) -> None:
+    while buffer:
+        n = os.pwrite(handle, buffer, at)
+        buffer, at = buffer[n:], at + n
+
+
+class Reader:
+    """One file of a checkpoint, opened for reading; its size and header are checked.
+
+    Raises CheckpointError: not an ordinary file, another size or header than the manifest says; OSError.
+    """
+
+    def __init__(self, path: Path, file: File):
+        self._path, self._file = path, file
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: missing") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CheckpointError(f"{path}: a link, not a file of the checkpoint") from None
+            raise
+        try:
+            found = os.fstat(self._handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise CheckpointError(f"{path}: not an ordinary file")
+            if found.st_size != file.bytes:
+                raise CheckpointError(f"{path}: has {found.st_size} bytes, the manifest says {file.bytes}")
+            head = bytearray(file.start)
+            self._get(memoryview(head), 0)
+            if zlib.crc32(head) != int(file.crc32, 16):
+                raise CheckpointError(f"{path}: damaged, the checksum of its header (bytes 0 to {file.start}) is wrong")
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    def _get(self, out: memoryview, at: int) -> None:
+        while out:
+            n = os.preadv(self._handle, [out], at)
+            if n == 0:
+                raise CheckpointError(f"{self._path}: ends at byte {at}")
+            out, at = out[n:], at + n
+
+    def read(self, leaf: str, piece: Piece, size: int, lo: int, out: memoryview) -> None:
+        """Bytes of a piece into `out`, checked block by block.
+
+        Args:
+            leaf: its path, for messages. size: bytes of the whole piece. lo: the first byte wanted, within the piece.
+        """
+        hi = lo + len(out)
+        for block in range(lo // BLOCK, math.ceil(hi / BLOCK)):
+            begin, end = block * BLOCK, min((block + 1) * BLOCK, size)
+            whole = lo <= begin and end <= hi
+            target = out[begin - lo : end - lo] if whole else memoryview(bytearray(end - begin))
+            self._get(target, piece.at + begin)
+            if zlib.crc32(target) != int(piece.crc32[8 * block : 8 * block + 8], 16):
+                where = f"bytes {piece.at + begin} to {piece.at + end}"
+                raise CheckpointError(f"{self._path}: damaged in {leaf}, {where}: the checksum is wrong")
+            if not whole:
+                a, b = max(lo, begin), min(hi, end)
+                out[a - lo : b - lo] = target[a - begin : b - begin]
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._handle)
+
+
+def spans(lo: int, hi: int) -> Iterator[tuple[int, int]]:
+    """[lo, hi) cut at multiples of `BUFFER`: what one thread reads."""
+    at = lo
+    while at < hi:
+        end = min(hi, (at // BUFFER + 1) * BUFFER)
+        yield at, end
+        at = end
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_small(path: Path, raw: bytes) -> None:
+    """A small file, all of it or none: written under another name, and renamed when it is on disk."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("xb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, path)

@@ -1,0 +1,210 @@
+"""A folder of checkpoints: when to save, in the background or not, which to keep, which is the latest."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funzero.checkpoint import contents
+from funzero.checkpoint import save as saving
+from funzero.checkpoint.manifest import MANIFEST, read_manifest
+from funzero.checkpoint.restore import restore
+from funzero.core.mesh import Mesh
+from funzero.core.state import TrainState
+
+_NAME = re.compile(r"step-([0-9]{8,})")
+
+
+class CheckpointManager:
+    """Checkpoints of one run, one folder for each step, in a root folder that all ranks see.
+
+    Args:
+        root: the folder. keep: how many of the last ones stay. keep_every: those whose step it divides stay for ever.
+        best: (metric, "min" or "max"): the best one by it stays too.
+        background: `save` returns when this rank's share is copied to host memory, and writes it while training goes on.
+        every_steps, every_s: when `after_step` saves.
+
+    At most one save is under way: another one waits for it. What went wrong in the background is raised by the next
+    `save`, `wait` or `restore`. All methods that take a state are collective calls.
+
+    >>> import tempfile, funzero as fz
+    >>> state = fz.init_state({"w": torch.ones(3)}, fz.sgd(0.1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     manager = CheckpointManager(folder)
+    ...     _ = manager.save(state)
+    ...     manager.wait()
+    ...     new = manager.restore(state)
+    ...     manager.latest()
+    0
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        best: tuple[str, str] | None = None,
+        background: bool = True,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+    ):
+        if keep < 1:
+            raise ValueError(f"CheckpointManager: keep must be at least 1, got {keep}")
+        if best is not None and best[1] not in ("min", "max"):
+            raise ValueError(f"CheckpointManager: best is (name of a metric, 'min' or 'max'), got {best!r}")
+        self.root = Path(root)
+        self._keep, self._keep_every, self._best = keep, keep_every, best
+        self._background, self._every_steps, self._every_s = background, every_steps, every_s
+        self._job: saving.Job | None = None
+        self._asked = False
+        self._last_save = time.monotonic()
+
+    def path(self, step: int) -> Path:
+        """The name of the checkpoint of a step."""
+        return self.root / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, in order."""
+        if not self.root.is_dir():
+            return []
+        found = [(m, x) for x in self.root.iterdir() if (m := _NAME.fullmatch(x.name))]
+        return sorted(int(m[1]) for m, x in found if (x / MANIFEST).is_file())
+
+    def latest(self) -> int | None:
+        """The last step that has a complete checkpoint, or None."""
+        return next(reversed(self.steps()), None)
+
+    def best_step(self) -> int | None:
+        """The step with the best metric, the later one of equals; None without one."""
+        if self._best is None:
+            return None
+        name, way = self._best
+        scores = {s: read_manifest(self.path(s)).metrics.get(name) for s in self.steps()}
+        known = [(v if way == "max" else -v, s) for s, v in scores.items() if v is not None]
+        return max(known)[1] if known else None
+
+    def extra(self, step: int | None = None) -> Any:
+        """The `extra` of a checkpoint, the latest unless told otherwise."""
+        return read_manifest(self.path(self._chosen(step, None))).extra
+
+    def save(
+        self,
+        state: TrainState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        extra: Any = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Saves a state under its step.
+
+        Args:
+            metrics: numbers that `best` may look at. extra: anything JSON can say.
+            overwrite: replace a checkpoint of the same step.
+
+        Returns: the name; with background=True the checkpoint is there after the next `wait`, `save` or `restore`.
+        """
+        self.wait()
+        path = self.path(int(state.step))
+        draft = saving.begin(path, contents.specs_of(state).mesh, extra, overwrite, clean=self._clean_up)
+        numbers = {k: float(v) for k, v in (metrics or {}).items()}
+        self._job, self._last_save = saving.Job(draft, overwrite, self._prune), time.monotonic()
+        self._job.start(lambda: saving.take(state, extra, metrics=numbers, copy=self._background))
+        if not self._background:
+            self.wait()
+        return path
+
+    def wait(self) -> None:
+        """Returns when no save is under way; raises what went wrong with the last one, on all ranks."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.wait()
+
+    def restore(self, like: TrainState, step: int | None = None, **options: Any) -> Any:
+        """Restores a step, the latest unless told otherwise; `options` are those of `fz.restore`.
+
+        Raises FileNotFoundError if there is none.
+        """
+        self.wait()
+        return restore(self.path(self._chosen(step, contents.specs_of(like).mesh)), like, **options)
+
+    def _chosen(self, step: int | None, mesh: Mesh | None) -> int:
+        found = self.latest() if step is None else step
+        if mesh is not None:  # what the first rank sees, should a file system show it to the others later
+            text = mesh.exchange_text("" if found is None else str(found))[0]
+            found = int(text) if text else None
+        if found is None:
+            raise FileNotFoundError(f"{self.root} holds no complete checkpoint")
+        return found
+
+    def after_step(
+        self,
+        state: TrainState,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        extra: Callable[[], Any] | Any = None,
+    ) -> bool:
+        """To be called between two steps: saves if it is time, or if a signal asked for it on any rank.
+
+        Args:
+            extra: as for `save`, or a function that makes it, called only if something is saved.
+
+        Returns: True if the run should end: a signal came, and the state is on disk.
+        """
+        mesh, step = contents.specs_of(state).mesh, int(state.step)
+        late = self._every_s is not None and time.monotonic() - self._last_save >= self._every_s
+        flags = mesh.gather_host(torch.tensor([self._asked, late], dtype=torch.uint8))
+        stop = bool(flags[:, 0].any())
+        due = self._every_steps is not None and step % self._every_steps == 0
+        if stop or due or bool(flags[0, 1]):
+            made = extra() if callable(extra) else extra
+            self.save(state, metrics=metrics, extra=made, overwrite=True)
+        if stop:
+            self.wait()
+        return stop
+
+    @contextlib.contextmanager
+    def on_signal(self, *numbers: int) -> Iterator[None]:
+        """Within the block SIGTERM and SIGINT (or others) ask for a save after the step that runs; see `after_step`.
+
+        A second SIGINT interrupts at once.
+        """
+        chosen = numbers or (signal.SIGTERM, signal.SIGINT)
+        before = {n: signal.getsignal(n) for n in chosen}
+
+        def ask(number: int, frame: Any) -> None:
+            self._asked = True
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        for number in chosen:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _clean_up(self) -> None:
+        """Removes what was left half done."""
+        for left in self.root.glob(".step-*.tmp"):
+            shutil.rmtree(left)
+
+    def _prune(self) -> None:
+        """Removes what need not stay; on the first rank, after a checkpoint is complete."""
+        steps = self.steps()
+        stay = {*steps[-self._keep :], self.best_step()}
+        for step in steps:
+            if step in stay or (self._keep_every is not None and step % self._keep_every == 0):
+                continue
+            path = self.path(step)
+            hidden = path.with_name(f".{path.name}.removed.tmp")  # its name goes first: a name means complete
+            os.rename(path, hidden)
+            shutil.rmtree(hidden)
