@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 
 from funzero.core import tree as tree_lib
@@ -110,3 +111,10 @@ def each_rank(iterator: Iterable[Any], mesh: Mesh, policy: str = "weighted") -> 
             return
         steps += 1
         yield batch
+
+
+def to_device(leaf: Any, device: torch.device) -> Any:
+    """A tensor or numpy array as a tensor on `device`, without a copy where there need be none; other leaves as they are."""
+    if isinstance(leaf, np.ndarray):
+        leaf = torch.from_numpy(leaf if leaf.flags.writeable else leaf.copy())
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
