@@ -4,16 +4,13 @@ place when all of it is on disk. Its name exists only if it is complete.
 
 import dataclasses
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
+from funzero.checkpoint import files
 from funzero.core import collectives
 from funzero.core import tree as tree_lib
 from funzero.core.mesh import Mesh
@@ -47,7 +44,7 @@ def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> Non
     error = None
     if first:
         try:
-            _write(path, leaves)
+            _write(path, leaves, overwrite)
         except OSError as found:
             error = found
     _agree(specs.mesh, error)
@@ -108,41 +105,16 @@ def _window_scalars(accum: Accumulator, mesh: Mesh) -> Iterator[tuple[str, torch
             yield f"accum/buffers/{name}", collectives.all_max(leaf, mesh, mesh.batch)
 
 
-def _write(path: Path, leaves: dict[str, torch.Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = path.parent / f".{path.name}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()  # not mkdtemp, whose folders only their owner can read
-    try:
-        manifest = {
-            "format": FORMAT,
-            "leaves": {
-                n: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in leaves.items()
-            },
-        }
-        safetensors.torch.save_file(leaves, folder / LEAVES)
+def _write(path: Path, leaves: dict[str, torch.Tensor], overwrite: bool) -> None:
+    manifest = {
+        "format": FORMAT,
+        "leaves": {
+            n: {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")} for n, x in leaves.items()
+        },
+    }
+    with files.new_folder(path, overwrite=overwrite) as folder:
+        files.write_safetensors(folder / LEAVES, leaves)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        (folder / LEAVES).chmod((folder / MANIFEST).stat().st_mode)
-        for name in (LEAVES, MANIFEST, "."):
-            _sync(folder / name)
-        old = None
-        if path.exists():
-            old = folder.with_name(f"{folder.name}-old")
-            os.rename(path, old)
-        os.rename(folder, path)
-        _sync(path.parent)
-        if old is not None:
-            shutil.rmtree(old)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def restore(path: str | Path, like: TrainState) -> TrainState:
@@ -163,8 +135,6 @@ def restore(path: str | Path, like: TrainState) -> TrainState:
         state = _read(Path(path), like, specs)
     except (OSError, ValueError) as found:
         error = found
-    except safetensors.SafetensorError as found:
-        error = OSError(f"{Path(path) / LEAVES}: {found}")
     _agree(specs.mesh, error)
     return state
 
@@ -176,12 +146,11 @@ def _read(path: Path, like: TrainState, specs: StateSpecs) -> TrainState:
     found = manifest["leaves"]
     expected = _expected(like, specs, "accum/weight" in found)
     _check_same(path, expected, found)
-    with safetensors.safe_open(path / LEAVES, framework="pt") as file:
-        local = {}
-        for layout in expected.values():
-            whole = file.get_tensor(layout.path).view(layout.shape)
-            local[layout.path] = _own_part(whole, layout)
-        others = {n: file.get_tensor(n) for n in found if n not in expected}
+    local = {}
+    for layout in expected.values():
+        whole = files.read_safetensors(path / LEAVES, layout.path).view(layout.shape)
+        local[layout.path] = _own_part(whole, layout)
+    others = {n: files.read_safetensors(path / LEAVES, n) for n in found if n not in expected}
     return _assembled(like, specs, local, others)
 
 

@@ -104,7 +104,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("funzero.checkpoint.plain.safetensors.torch.save_file", full)
+    monkeypatch.setattr("funzero.checkpoint.files.safetensors.torch.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         fz.save(tmp_path / "s", state)
     assert list(tmp_path.iterdir()) == []
