@@ -83,14 +83,11 @@ def import_dcp(folder: str | Path) -> files.LazyTensors:
     file = files.inside(folder, METADATA)
     metadata = _unpickled(file)
     try:
-        stored = {_index(key): info.state for key, info in metadata["storage_data"].items()}
-        entries = metadata["state_dict_metadata"]
-        left_out = tuple(name for name, entry in entries.items() if type(entry).__name__ == "BytesStorageMetadata")
-        leaves = {n: _shape_and_pieces(n, e.state, stored) for n, e in entries.items() if n not in left_out}
-    except (AttributeError, KeyError, TypeError, IndexError) as found:
+        leaves, left_out = _laid_out(metadata)
+        for name, (shape, pieces) in leaves.items():
+            _check(folder, name, shape, pieces)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as found:
         raise ValueError(f"{file} is not laid out as DCP does: {type(found).__name__}: {found}") from found
-    for name, (shape, pieces) in leaves.items():
-        _check(folder, name, shape, pieces)
     shapes = {name: shape for name, (shape, _) in leaves.items()}
     return files.LazyTensors(shapes, lambda name: _read(folder, name, *leaves[name]), left_out)
 
@@ -156,8 +153,21 @@ class _Piece:
     transforms: Any
 
 
-def _index(key: Any) -> tuple[str, tuple[int, ...]]:
-    return key.state["fqn"], key.state.get("offset") or ()
+_Leaves = dict[str, tuple[torch.Tensor, list[_Piece]]]
+
+
+def _laid_out(metadata: dict[str, Any]) -> tuple[_Leaves, tuple[str, ...]]:
+    """The shape and the pieces of each tensor, and the names of what is none."""
+    stored = {}
+    for key, info in metadata["storage_data"].items():
+        stored[key.state["fqn"], key.state.get("offset") or ()] = info.state
+    leaves, left_out = {}, []
+    for name, entry in metadata["state_dict_metadata"].items():
+        if type(entry).__name__ == "BytesStorageMetadata":
+            left_out.append(name)
+        else:
+            leaves[name] = _shape_and_pieces(name, entry.state, stored)
+    return leaves, tuple(left_out)
 
 
 def _shape_and_pieces(name: str, entry: Any, stored: Mapping[Any, Any]) -> tuple[torch.Tensor, list[_Piece]]:
@@ -188,6 +198,8 @@ def _check(folder: Path, name: str, whole: torch.Tensor, pieces: list[_Piece]) -
         if piece.offset < 0 or piece.length < 0 or piece.offset + piece.length > size:
             end = piece.offset + piece.length
             raise OSError(f"{file} is damaged: {name} lies at bytes {piece.offset} to {end}, the file has {size}")
+        if math.prod(piece.shape) * whole.dtype.itemsize > piece.length:
+            raise ValueError(f"{where}: a piece {piece.shape} of {whole.dtype} cannot lie in {piece.length} bytes")
     elements = sum(math.prod(piece.shape) for piece in pieces)
     if elements != whole.numel():
         raise ValueError(f"{where}: has {whole.numel()} elements, its pieces hold {elements}")

@@ -68,7 +68,12 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """{name: meta tensor}; reads a mapping that is no `LazyTensors` once."""
     if isinstance(tensors, LazyTensors):
         return tensors.shapes
-    return {name: meta(x.shape, x.dtype) for name, x in tensors.items()}
+    shapes = {}
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        shapes[name] = meta(x.shape, x.dtype)
+    return shapes
 
 
 def meta(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -143,8 +148,8 @@ def inside(folder: Path, name: str, *, also: tuple[Path, ...] = ()) -> Path:
     if not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\\0"):
         raise ValueError(f"{folder}: {name!r} must be the name of a file in this folder, without a path")
     file = folder / name
-    real = file.resolve()
-    if not any(real.is_relative_to(root.resolve()) for root in (folder, *also)):
+    real = Path(os.path.realpath(file))  # resolve() has errors of its own for a ring of links
+    if not any(real.is_relative_to(os.path.realpath(root)) for root in (folder, *also)):
         raise ValueError(f"{file} is a link out of its folder, to {real}; put the file itself there")
     if not real.is_file():
         raise FileNotFoundError(f"{file} is not there")

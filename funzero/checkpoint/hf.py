@@ -35,7 +35,8 @@ def export_hf(
         metadata: more text for the header of each file. extra_files: {file name: content}, such as `config.json`.
         overwrite: replace the folder of that name, with everything in it; it stays until the new one is complete.
 
-    Raises FileExistsError, OSError, and ValueError for a dtype that safetensors lacks or an alias that differs.
+    Raises FileExistsError, OSError, TypeError for what is no tensor, and ValueError for a dtype that safetensors lacks or
+    an alias that differs from its leaf.
 
     >>> import tempfile
     >>> where = tempfile.mkdtemp() + "/model"
@@ -44,6 +45,11 @@ def export_hf(
     torch.Size([3, 2])
     """
     tied, header = dict(tied or {}), {"format": "pt", **(metadata or {})}
+    for name in extra_files or ():
+        if name in ("", ".", "..", INDEX) or name != os.path.basename(name) or name.endswith(".safetensors"):
+            raise ValueError(
+                f"{folder}: {name!r} in extra_files: expected a file name that no weights have, without a path"
+            )
     _check_tied(params, tied, f"{folder}: params")
     names = [name for name in params if name not in tied]
     with files.new_folder(folder, overwrite=overwrite) as new:
@@ -53,8 +59,6 @@ def export_hf(
             shards.append({name: leaf.nbytes for name, leaf in shard.items()})
         _name_shards(new, shards)
         for name, content in (extra_files or {}).items():
-            if name != os.path.basename(name) or (new / name).exists():
-                raise ValueError(f"{folder}: {name!r} in extra_files must be a new file's name, without a path")
             (new / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
@@ -85,6 +89,8 @@ def _shards(
 
 
 def _host_copy(name: str, leaf: torch.Tensor) -> torch.Tensor:
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(leaf).__name__}")
     if name == "__metadata__":
         raise ValueError(f"{name}: safetensors keeps this name for itself; rename the leaf")
     if leaf.dtype not in files.DTYPES.values():
