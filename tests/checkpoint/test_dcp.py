@@ -5,6 +5,7 @@ import pickle
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,11 +83,11 @@ def test_one_leaf_is_read_at_a_time(tmp_path):
 
     def read(name):
         nonlocal most
-        leaf = torch.full((1000,), float(name))
+        leaf = np.full(1000, float(name), dtype=np.float32)  # lives as long as the tensor's memory
         alive.add(name)
         most = max(most, len(alive))
         weakref.finalize(leaf, alive.discard, name)
-        return leaf
+        return torch.from_numpy(leaf)
 
     lazy = files.LazyTensors({str(i): files.meta((1000,), torch.float32) for i in range(9)}, read)
     export_dcp(tmp_path / "c", lazy)
