@@ -30,7 +30,14 @@ LAYERS = {
     "checkpoint": RUN | {"checkpoint"},
     "integrations": RUN | {"integrations"},
 }
-HEAVY = ("optree", "torch.distributed", "torch.distributed.device_mesh", "safetensors", "triton")
+HEAVY = (
+    "optree",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+    "safetensors",
+    "triton",
+)
 
 PROBE = """
 import json, os, sys
