@@ -6,6 +6,8 @@ system has it. The header is padded with blanks, which safetensors allows, so th
 """
 
 import bisect
+import contextlib
+import ctypes
 import dataclasses
 import errno
 import itertools
@@ -17,7 +19,7 @@ import queue
 import stat
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
@@ -29,13 +31,16 @@ PAGE = 4096
 BUFFER = 4 << 20  # bytes of one write
 THREADS = 4
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_NAMES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+_EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
 }
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""What safetensors calls torch's dtypes."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_REAL = {torch.complex128: torch.float64}  # no safetensors dtype; written with a last dim of 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +73,25 @@ def write_file(path: Path, items: list[Item]) -> tuple[File, list[tuple[int, str
     data = math.ceil((8 + len(text)) / PAGE) * PAGE
     head = memoryview((data - 8).to_bytes(8, "little") + text.ljust(data - 8))
     views = [bytes_of(items[i].tensor) for i in order]
-    with ThreadPoolExecutor(THREADS) as pool:
-        sums = pool.map(zlib.crc32, [v[at : at + BLOCK] for v in views for at in range(0, len(v), BLOCK)])
+    with _threads() as pool:
+        sums = pool.imap(zlib.crc32, [v[at : at + BLOCK] for v in views for at in range(0, len(v), BLOCK)])
         _write(path, [head, *views], pool)
         digits = iter([f"{x:08x}" for x in sums])
     crcs = {i: "".join(itertools.islice(digits, math.ceil(len(v) / BLOCK))) for i, v in zip(order, views, strict=True)}
     file = File(bytes=data + end, start=data, crc32=f"{zlib.crc32(head):08x}")
     return file, [(data + starts[i], crcs[i]) for i in range(len(items))]
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPool]:
+    """Threads that end with the block. Those of concurrent.futures take no more work once the script has ended, while
+    a save in the background may still be under way."""
+    pool = ThreadPool(THREADS)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        pool.join()
 
 
 def _described(x: torch.Tensor, start: int, end: int) -> dict[str, object]:
@@ -85,7 +102,7 @@ def _described(x: torch.Tensor, start: int, end: int) -> dict[str, object]:
     return {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
 
 
-def _write(path: Path, parts: list[memoryview], pool: Executor) -> None:
+def _write(path: Path, parts: list[memoryview], pool: ThreadPool) -> None:
     """The parts end to end, in buffers of whole pages."""
     ends = list(itertools.accumulate(len(p) for p in parts))
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
@@ -112,8 +129,11 @@ def _write(path: Path, parts: list[memoryview], pool: Executor) -> None:
             direct = handle
             put(direct, 0)
         try:
-            for done in [pool.submit(put, direct, at) for at in range(BUFFER, ends[-1], BUFFER)]:
-                done.result()
+            done = [pool.apply_async(put, (direct, at)) for at in range(BUFFER, ends[-1], BUFFER)]
+            for result in done:
+                result.wait()
+            for result in done:
+                result.get()
         finally:
             if direct != handle:
                 os.close(direct)
@@ -158,7 +178,7 @@ class Reader:
     def __init__(self, path: Path, file: File):
         self._path, self._file = path, file
         try:
-            self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: missing") from None
         except OSError as error:
@@ -219,13 +239,30 @@ def spans(lo: int, hi: int) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on disk."""
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def swap(a: Path, b: Path) -> None:
+    """Exchanges two names in one step where the system can; else there is a moment without `b`."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None and rename(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0:
+        return
+    if rename is not None and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL):
+        raise OSError(ctypes.get_errno(), f"{a} and {b} cannot be exchanged")
+    aside = a.with_name(f"{a.name}.old")
+    os.rename(b, aside)
+    try:
+        os.rename(a, b)
+    except BaseException:
+        os.rename(aside, b)
+        raise
+    os.rename(aside, a)
 
 
 def write_small(path: Path, raw: bytes) -> None:

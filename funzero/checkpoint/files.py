@@ -11,24 +11,7 @@ from typing import Any, final
 import safetensors.torch
 import torch
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+from funzero.checkpoint import disk
 
 
 @final
@@ -106,9 +89,9 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield folder
         for file in (*folder.iterdir(), folder):
-            _sync(file)
+            disk.sync(file)
         _rename(folder, path)
-        _sync(path.parent)
+        disk.sync(path.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -118,25 +101,11 @@ def _rename(folder: Path, path: Path) -> None:
     if not os.path.lexists(path):
         os.rename(folder, path)
         return
-    old = folder.with_name(f"{folder.name}-old")
-    os.rename(path, old)
-    try:
-        os.rename(folder, path)
-    except BaseException:
-        os.rename(old, path)
-        raise
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old)
+    disk.swap(folder, path)
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
     else:
-        old.unlink()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        folder.unlink()
 
 
 def inside(folder: Path, name: str, *, also: tuple[Path, ...] = ()) -> Path:
@@ -174,9 +143,11 @@ def safetensors_shapes(file: Path) -> dict[str, torch.Tensor]:
     with _opened(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
         for name, found in slices.items():
-            if found.get_dtype() not in DTYPES:
-                raise ValueError(f"{file}: {name} has dtype {found.get_dtype()}; torch tensors have {list(DTYPES)}")
-        return {name: meta(x.get_shape(), DTYPES[x.get_dtype()]) for name, x in slices.items()}
+            if found.get_dtype() not in disk.DTYPES:
+                raise ValueError(
+                    f"{file}: {name} has dtype {found.get_dtype()}; torch tensors have {list(disk.DTYPES)}"
+                )
+        return {name: meta(x.get_shape(), disk.DTYPES[x.get_dtype()]) for name, x in slices.items()}
 
 
 def read_safetensors(file: Path, name: str) -> torch.Tensor:

@@ -7,9 +7,7 @@ each other through these files and not through collectives, so the same steps se
 """
 
 import contextlib
-import ctypes
 import dataclasses
-import errno
 import json
 import os
 import shutil
@@ -31,7 +29,6 @@ from funzero.core.state import TrainState
 from funzero.core.version import __version__
 
 _PART, _FAILED = ".part", ".failed"
-_EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,24 +295,11 @@ def commit(draft: Draft, manifest: Manifest, overwrite: bool) -> None:
         path.unlink()
     leaves = {n: x.model_copy(update={"pieces": pieces.get(n, ())}) for n, x in manifest.leaves.items()}
     disk.write_small(draft.folder / MANIFEST, encode(manifest.model_copy(update={"leaves": leaves, "files": files})))
-    disk.sync_folder(draft.folder)
+    disk.sync(draft.folder)
     if overwrite and draft.path.exists():
-        _swap(draft.folder, draft.path)
-        disk.sync_folder(draft.path.parent)
+        disk.swap(draft.folder, draft.path)
+        disk.sync(draft.path.parent)
         shutil.rmtree(draft.folder)
     else:
         os.rename(draft.folder, draft.path)  # fails if somebody has made a folder of that name with files in it
-        disk.sync_folder(draft.path.parent)
-
-
-def _swap(a: Path, b: Path) -> None:
-    """Exchanges two names in one step where the system can; else there is a moment without `b`."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is not None and rename(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0:
-        return
-    if rename is not None and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL):
-        raise OSError(ctypes.get_errno(), f"{a} and {b} cannot be exchanged")
-    aside = a.with_name(a.name.replace(".tmp", ".old"))
-    os.rename(b, aside)
-    os.rename(a, b)
-    os.rename(aside, a)
+        disk.sync(draft.path.parent)

@@ -181,7 +181,7 @@ def test_br33_the_old_one_stays_until_the_new_is_complete(tmp_path, monkeypatch)
     with pytest.raises(FileExistsError, match="overwrite=True"):
         fz.save(tmp_path / "s", state)
     with monkeypatch.context() as patch:
-        patch.setattr(saving.disk, "sync_folder", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(saving.disk, "sync", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(OSError, match="Input/output"):
             fz.save(tmp_path / "s", state, overwrite=True)
     assert not difference(everything(fz.restore(tmp_path / "s", like)), before)
