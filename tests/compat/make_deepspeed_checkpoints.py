@@ -90,6 +90,7 @@ def write(rank: int, name: str, folder: str, port: int) -> None:
         "bf16": {"enabled": dtype == "bfloat16"},
         "fp16": {"enabled": dtype == "float16", "initial_scale_power": 6, "hysteresis": 2},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "sub_group_size": 40},
+        "gradient_clipping": 0.0,  # its default is 1
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -132,7 +133,7 @@ def value(engine: Any, stage: int, key: str, p: nn.Parameter) -> torch.Tensor:
         with deepspeed.zero.GatheredParameters([p], enabled=stage == 3):
             return p.data.clone()
     if key == "grads":
-        return utils.safe_get_full_grad(p)
+        return utils.safe_get_full_grad(p) / getattr(engine.optimizer, "loss_scale", 1)
     if stage == 3 or hasattr(p, "_hp_mapping"):
         return utils.safe_get_full_fp32_param(p) if key == "params" else utils.safe_get_full_optimizer_state(p, key)
     master = p  # ZeRO stage 0: every rank holds everything, in bfloat16 beside a float32 copy

@@ -54,6 +54,17 @@ def like(found, tx=ADAMW, **kwargs):
     return fz.abstract_state(shapes(found), tx, buffers=found.buffers, trainable=TRAINED, **kwargs)
 
 
+def next_step(tx, state, want):
+    """One step of the executor with the gradients that DeepSpeed had."""
+
+    def loss_fn(params, batch):
+        return sum((params[n] * g).sum() for n, g in want["grads"].items())
+
+    state, _ = fz.make_step(loss_fn, tx, trainable=TRAINED)(state, {"x": torch.zeros(1)})
+    assert not [n for n, x in want["after"].items() if (state.params[n] - x).abs().max() > 1e-6]
+    assert torch.equal(state.params["frozen.weight"], want["params"]["frozen.weight"])
+
+
 def same(found, want):
     assert found.keys() == want.keys()
     assert not [n for n in want if not torch.equal(found[n].float(), want[n]) or found[n].shape != want[n].shape]
@@ -90,28 +101,20 @@ def test_the_next_step_is_deepspeeds(name):
     state = to_state(found, like(found), key=5)
     assert int(state.step) == 3 and state.key.tolist() == [5, 0] and state.accum == ()
     same(state.buffers, {n: x.float() for n, x in found.buffers.items()})
-    state = fz.apply_update(ADAMW, state, want["grads"] | {"frozen.weight": None})
-    assert not [n for n, x in want["after"].items() if (state.params[n] - x).abs().max() > 1e-6]
-    assert torch.equal(state.params["frozen.weight"], want["params"]["frozen.weight"])
+    next_step(ADAMW, state, want)
 
 
 @pytest.mark.parametrize("name", [n for n in ALL if n.endswith("sgd")])
 def test_another_optimizer_by_its_own_names(name):
     want, found = expected(name), read(name)
     tx = per_group(fz.chain(fz.add_decayed_weights(9.0), fz.sgd(9.0, momentum=0.1)))
-    state = to_state(found, like(found, tx), moments={"trace": "momentum_buffer"})
-    state = fz.apply_update(tx, state, want["grads"] | {"frozen.weight": None})
-    assert not [n for n, x in want["after"].items() if (state.params[n] - x).abs().max() > 1e-6]
+    next_step(tx, to_state(found, like(found, tx), moments={"trace": "momentum_buffer"}), want)
 
 
 def run_cut(rank, world, stage):
-    found = read("zero2_float32")
+    found = dataclasses.replace(read("zero2_float32"), buffers={})
     specs = fz.zero_specs(shapes(found), ADAMW, fz.make_mesh(dp=-1), stage=stage, trainable=TRAINED)
-    state = to_state(found, fz.abstract_state(shapes(found), ADAMW, specs=specs)) if not found.buffers else None
-    assert state is None
-    state = to_state(
-        dataclasses.replace(found, buffers={}), fz.abstract_state(shapes(found), ADAMW, specs=specs, trainable=TRAINED)
-    )
+    state = to_state(found, fz.abstract_state(shapes(found), ADAMW, specs=specs, trainable=TRAINED))
     sizes = sum(x.numel() for x in state.params.values())
     return sizes, fz.gather(state.params, specs.params), fz.gather(state.opt_state, specs.opt_state)
 
@@ -183,13 +186,15 @@ def test_groups_that_differ_need_a_partition():
     for group in found.hyperparams:
         group["lr"] = 0.5
     state = to_state(found, like(found, fz.adamw(1.0, mask=lambda params: {n: n in DECAYS for n in params})))
-    assert float(state.opt_state["add_decayed_weights"]["hyperparams"]["weight_decay"]) == pytest.approx(0.1)
+    leaves = dict(zip(fz.tree.paths(state.opt_state), fz.tree.leaves(state.opt_state), strict=True))
+    decay = [float(x) for n, x in leaves.items() if n.endswith("hyperparams/weight_decay")]
+    assert decay == [pytest.approx(0.1)]
 
 
 def test_stage_0_needs_names_for_several_groups():
     with pytest.raises(ValueError, match=r"give names=, a list for each of its 2 groups, of \[3, 3\] names"):
         read_checkpoint(DATA / "zero0_float32")
-    with pytest.raises(ValueError, match="exp_avg of embed.weight is"):
+    with pytest.raises(ValueError, match=r"exp_avg of up.weight is \[11, 5\], not \[7, 5\]"):
         read_checkpoint(DATA / "zero0_float32", names=[["up.weight", "embed.weight", "down.weight"], OTHERS])
 
 
@@ -220,14 +225,14 @@ def test_missing_files(tmp_path):
     with pytest.raises(ValueError, match=r"_optim_states.pt files of ranks \[0\] are missing"):
         read_checkpoint(folder)
     (tag / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(FileNotFoundError, match="mp_rank_00_model_states.pt: there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"mp_rank_00_model_states.pt: there is no such file"):
         read_checkpoint(folder)
     (folder / "latest").unlink()
     with pytest.raises(FileNotFoundError, match="give tag="):
         read_checkpoint(folder)
     folder = copy(tmp_path, "universal_of_zero3_float32")
     (folder / "global_step3" / "zero" / "up.bias" / "fp32.pt").unlink()
-    with pytest.raises(ValueError, match="no fp32.pt of up.bias"):
+    with pytest.raises(ValueError, match=r"no fp32.pt of up.bias"):
         read_checkpoint(folder)
 
 
@@ -275,7 +280,7 @@ def test_another_class_is_named_and_the_user_may_allow_it(tmp_path):
     with torch.serialization.safe_globals([zipfile.ZipInfo]):
         check(read_checkpoint(folder), expected("zero1_float32"))
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="not a file of torch.save, or cut short"):
+    with pytest.raises(ValueError, match=r"not a file of torch.save, or cut short"):
         read_checkpoint(folder)
 
 
