@@ -9,6 +9,7 @@ the params after it.
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -155,11 +156,13 @@ def universal(folder: pathlib.Path, out: pathlib.Path) -> None:
     shutil.copy(folder / "expected.safetensors", out)
 
 
-def write_case(name: str, data: pathlib.Path, port: int = 29600) -> None:
+def write_case(name: str, data: pathlib.Path) -> None:
     """All ranks of one case, into a folder of that name in `data`."""
     folder = data / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
     torch.multiprocessing.spawn(write, (name, str(folder), port), nprocs=CASES[name][1])
     if CASES[name][-1]:
         universal(folder, data / f"universal_of_{name}")
@@ -168,8 +171,8 @@ def write_case(name: str, data: pathlib.Path, port: int = 29600) -> None:
 
 
 def main() -> None:
-    for i, name in enumerate(CASES):
-        write_case(name, DATA, 29600 + i)
+    for name in CASES:
+        write_case(name, DATA)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def same(found, want):
 
 def check(found, want):
     same(found.params, want["params"])
+    assert not any(x.requires_grad for x in found.params.values())
     assert found.moments.keys() == want.keys() - {"params", "grads", "after"}
     for key, tree in found.moments.items():
         same(tree, want[key])
@@ -198,6 +199,18 @@ def test_stage_0_needs_names_for_several_groups():
         read_checkpoint(DATA / "zero0_float32", names=[["up.weight", "embed.weight", "down.weight"], OTHERS])
 
 
+def test_hyperparams_are_the_checkpoints_where_it_has_them():
+    found = read("zero1_float32")
+    tx = per_group(fz.adamw(9.0, eps_root=0.25))
+    old = fz.init_state(found.params, tx, buffers=found.buffers, trainable=TRAINED)
+    new = to_state(found, old).opt_state["rest"]
+    assert float(new["scale_by_learning_rate"]["hyperparams"]["learning_rate"]) == pytest.approx(0.01)
+    numbers = {n: round(float(x), 7) for n, x in new["scale_by_adam"]["hyperparams"].items()}
+    assert numbers == {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 0.25}
+    with pytest.raises(ValueError, match="missing: opt_state/rest/scale_by_adam/hyperparams/eps_root"):
+        to_state(found, like(found, tx))
+
+
 def copy(tmp_path, name):
     return pathlib.Path(shutil.copytree(DATA / name, tmp_path / name))
 
@@ -250,6 +263,21 @@ def test_other_cuts_are_refused(tmp_path):
         read_checkpoint(folder)
 
 
+def test_frozen_params_of_tensor_parallel_ranks_are_not_whole(tmp_path):
+    folder = copy(tmp_path, "universal_of_zero1_bfloat16")
+    file = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(file, weights_only=True) | {"mp_world_size": 2}, file)
+    with pytest.raises(ValueError, match=r"no file has all of frozen.weight"):
+        read_checkpoint(folder)
+
+
+def test_a_file_that_does_not_say_where_params_lie(tmp_path):
+    file = copy(tmp_path, "zero1_float32") / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {"single_partition_of_fp32_groups": []}}, file)
+    with pytest.raises(ValueError, match="does not say where its params lie"):
+        read_checkpoint(tmp_path / "zero1_float32")
+
+
 class Evil:
     def __init__(self, mark):
         self.mark = mark
@@ -289,6 +317,7 @@ def test_the_classes_are_known_only_while_reading():
     assert not [x for x in torch.serialization.get_safe_globals() if "deepspeed" in str(x)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1_bfloat16", "zero3_float32"])
 def test_with_the_deepspeed_that_is_installed(tmp_path, name):
     pytest.importorskip("deepspeed")

@@ -49,6 +49,7 @@ class DeepSpeedCheckpoint:
     skipped_steps: int
 
 
+@torch.no_grad()  # DeepSpeed saves Parameters, and a copy of one would require a gradient
 def read_checkpoint(
     folder: str | Path, tag: str | None = None, *, names: Sequence[Sequence[str]] | None = None
 ) -> DeepSpeedCheckpoint:
@@ -265,7 +266,7 @@ class _Filler:
                 "with a part for each group"
             )
         old = self.old[_name(layout)]
-        return torch.tensor(values.pop()) if values else None if old.device.type == "meta" else old
+        return torch.tensor(values.pop(), dtype=torch.float64) if values else None if old.device.type == "meta" else old
 
     def loss_scale(self) -> Any:
         like, scaler = self.like.loss_scale, self.found.loss_scale

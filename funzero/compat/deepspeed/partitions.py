@@ -74,9 +74,14 @@ def read_partitions(folder: Path, shapes: list[dict[str, Any]]) -> Optimizer:
     for rank, path in enumerate(files):
         state = load(path)["optimizer_state_dict"]
         first = first or state
+        if not {"param_slice_mappings", "fp32_flat_groups"} & state.keys():
+            raise ValueError(
+                f"{path}: does not say where its params lie; it is no file of ZeRO's, or of an old DeepSpeed"
+            )
         _check_count(path, state.get("partition_count", len(files)), len(files))
         inner = _inner(state)
-        for group, flat in enumerate(_flat_groups(path, state)):
+        flats = state["fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"]
+        for group, flat in enumerate(flats):
             entries = inner.get(group, {})
             buffers = {MASTER: flat} | {k: v for k, v in entries.items() if _is_flat(v, flat)}
             for name, at, start, count in _parts(state, shapes[group], group, rank, len(files)):
@@ -126,13 +131,6 @@ def _check_count(path: Path, count: Any, found: int) -> None:
             f"{path}: written by groups of {sorted(counts)} ranks, and there are files of {found}; all are needed, and "
             "expert-parallel groups have to be converted with deepspeed's ds_to_universal first"
         )
-
-
-def _flat_groups(path: Path, state: dict[str, Any]) -> list[torch.Tensor]:
-    for key in ("single_partition_of_fp32_groups", "fp32_flat_groups"):
-        if key in state:
-            return state[key]
-    raise ValueError(f"{path}: not a file of ZeRO's optimizer: it has {sorted(state)}")
 
 
 def _inner(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
