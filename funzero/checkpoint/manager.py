@@ -115,7 +115,7 @@ class CheckpointManager:
         path = self.path(int(state.step))
         draft = saving.begin(path, contents.specs_of(state).mesh, extra, overwrite, clean=self._clean_up)
         numbers = {k: float(v) for k, v in (metrics or {}).items()}
-        self._job, self._last_save = saving.Job(draft, overwrite, self._prune), time.monotonic()
+        self._job, self._last_save = saving.Job(draft, overwrite, after=self.prune), time.monotonic()
         self._job.start(lambda: saving.take(state, extra, metrics=numbers, copy=self._background))
         if not self._background:
             self.wait()
@@ -197,14 +197,19 @@ class CheckpointManager:
         for left in self.root.glob(".step-*.tmp"):
             shutil.rmtree(left)
 
-    def _prune(self) -> None:
-        """Removes what need not stay; on the first rank, after a checkpoint is complete."""
+    def prune(self, *, dry_run: bool = False) -> list[int]:
+        """Removes the checkpoints that need not stay, as each save does; the steps that went. Not a collective call.
+
+        Args:
+            dry_run: only say which.
+        """
         steps = self.steps()
         stay = {*steps[-self._keep :], self.best_step()}
-        for step in steps:
-            if step in stay or (self._keep_every is not None and step % self._keep_every == 0):
-                continue
+        stay |= {s for s in steps if self._keep_every is not None and s % self._keep_every == 0}
+        gone = [s for s in steps if s not in stay]
+        for step in () if dry_run else gone:
             path = self.path(step)
             hidden = path.with_name(f".{path.name}.removed.tmp")  # its name goes first: a name means complete
             os.rename(path, hidden)
             shutil.rmtree(hidden)
+        return gone

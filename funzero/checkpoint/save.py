@@ -84,7 +84,7 @@ class Job:
         after: to be run on the first rank when the checkpoint is complete.
     """
 
-    def __init__(self, draft: Draft, overwrite: bool, after: Callable[[], None] = lambda: None):
+    def __init__(self, draft: Draft, overwrite: bool, after: Callable[[], object] = lambda: None):
         self._draft, self._overwrite, self._after = draft, overwrite, after
         self._written, self._cancelled = threading.Event(), threading.Event()
         self._part_error: Exception | None = None

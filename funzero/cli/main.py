@@ -8,21 +8,23 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
+from funzero.cli import ckpt
 from funzero.cli.interrupt import INTERRUPTED
+from funzero.core.errors import CheckpointError
 
-NEEDED = ("rich", "matplotlib")
+NEEDED = {"demo": ("rich", "matplotlib"), "ckpt": ()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (default: the process's own); returns the exit code."""
     args = _parser().parse_args(argv)
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in NEEDED[args.command] if importlib.util.find_spec(name) is None]
     if missing:
         return _refuse(f"the command line needs {' and '.join(missing)}; run `pip install funzero[cli]`")
     try:
         # Named at the top, its imports would fail with a traceback where the packages above are missing.
         return importlib.import_module(f"funzero.cli.{args.command}").run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("\nStopped")
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_at_least(0), metavar="N", help="of weights, data and the sample (default 0)")
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="the run folder (default runs/demo)")
     demo.add_argument("--corpus", metavar="DIR", help=argparse.SUPPRESS)
+    ckpt.add_to(commands)
     return parser
 
 
