@@ -2,7 +2,7 @@ TORCH ?= torch==2.13.0
 DEMO ?=
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint types bench clean
+.PHONY: demo test test-all lint types bench torture clean
 
 demo: .venv/.stamp
 	@echo "demo $(DEMO)"
@@ -28,6 +28,10 @@ types: .venv/.stamp
 bench: .venv/.stamp
 	@echo "benchmarks"
 	@$(BIN)/python -m tests.benchmarks
+
+torture: .venv/.stamp
+	@echo "saves that are killed, and full disks"
+	@$(BIN)/python -m tests.torture
 
 clean:
 	@echo "removing .venv, build output and caches"

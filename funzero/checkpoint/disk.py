@@ -18,18 +18,21 @@ import os
 import queue
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from funzero.checkpoint.manifest import BLOCK, File, Piece
 from funzero.core.errors import CheckpointError
 
-PAGE = 4096
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+PAGE, SECTOR = 4096, 512
 BUFFER = 4 << 20  # bytes of one write
-THREADS = 4
+WRITERS, SUMMERS = 2, 1  # threads
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 DTYPES = {
@@ -63,7 +66,10 @@ def write_file(path: Path, items: list[Item]) -> tuple[File, list[tuple[int, str
 
     Raises OSError, and ValueError for a dtype that safetensors lacks.
     """
-    order = sorted(range(len(items)), key=lambda i: -items[i].tensor.element_size())  # so that each is aligned
+    # Whole sectors come first and the others by the size of an element, so that each leaf is aligned.
+    order = sorted(
+        range(len(items)), key=lambda i: (items[i].tensor.nbytes % SECTOR > 0, -items[i].tensor.element_size())
+    )
     header, starts, end = {"__metadata__": {"format": "pt"}}, {}, 0
     for i in order:
         x = items[i].tensor
@@ -73,9 +79,9 @@ def write_file(path: Path, items: list[Item]) -> tuple[File, list[tuple[int, str
     data = math.ceil((8 + len(text)) / PAGE) * PAGE
     head = memoryview((data - 8).to_bytes(8, "little") + text.ljust(data - 8))
     views = [bytes_of(items[i].tensor) for i in order]
-    with _threads() as pool:
-        sums = pool.imap(zlib.crc32, [v[at : at + BLOCK] for v in views for at in range(0, len(v), BLOCK)])
-        _write(path, [head, *views], pool)
+    with _threads(SUMMERS) as summers, _threads(WRITERS) as writers:
+        sums = summers.imap(zlib.crc32, [v[at : at + BLOCK] for v in views for at in range(0, len(v), BLOCK)], 8)
+        _write(path, [head, *views], writers)
         digits = iter([f"{x:08x}" for x in sums])
     crcs = {i: "".join(itertools.islice(digits, math.ceil(len(v) / BLOCK))) for i, v in zip(order, views, strict=True)}
     file = File(bytes=data + end, start=data, crc32=f"{zlib.crc32(head):08x}")
@@ -83,10 +89,10 @@ def write_file(path: Path, items: list[Item]) -> tuple[File, list[tuple[int, str
 
 
 @contextlib.contextmanager
-def _threads() -> Iterator[ThreadPool]:
+def _threads(count: int) -> Iterator[ThreadPool]:
     """Threads that end with the block. Those of concurrent.futures take no more work once the script has ended, while
     a save in the background may still be under way."""
-    pool = ThreadPool(THREADS)
+    pool = ThreadPool(count)
     try:
         yield pool
     finally:
@@ -104,15 +110,16 @@ def _described(x: torch.Tensor, start: int, end: int) -> dict[str, object]:
 
 def _write(path: Path, parts: list[memoryview], pool: ThreadPool) -> None:
     """The parts end to end, in buffers of whole pages."""
+    arrays = [np.frombuffer(p, dtype=np.uint8) for p in parts]  # which copy without holding up other threads
     ends = list(itertools.accumulate(len(p) for p in parts))
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-    for _ in range(THREADS):
+    for _ in range(WRITERS):
         buffers.put(mmap.mmap(-1, BUFFER))
 
     def put(handle: int, at: int) -> None:
         buffer = buffers.get()
         try:
-            size = _fill(memoryview(buffer), parts, ends, at)
+            size = _fill(np.frombuffer(buffer, dtype=np.uint8), arrays, ends, at)
             _put(handle, memoryview(buffer)[: math.ceil(size / PAGE) * PAGE], at)
         finally:
             buffers.put(buffer)
@@ -151,7 +158,7 @@ def _reopened(path: Path, handle: int) -> int:
         return handle
 
 
-def _fill(buffer: memoryview, parts: list[memoryview], ends: list[int], at: int) -> int:
+def _fill(buffer: Bytes, parts: list[Bytes], ends: list[int], at: int) -> int:
     """Copies the bytes from `at` on into a buffer; how many there were."""
     size = min(BUFFER, ends[-1] - at)
     i, done = bisect.bisect_right(ends, at), 0
@@ -186,18 +193,25 @@ class Reader:
                 raise CheckpointError(f"{path}: a link, not a file of the checkpoint") from None
             raise
         try:
-            found = os.fstat(self._handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise CheckpointError(f"{path}: not an ordinary file")
-            if found.st_size != file.bytes:
-                raise CheckpointError(f"{path}: has {found.st_size} bytes, the manifest says {file.bytes}")
-            head = bytearray(file.start)
-            self._get(memoryview(head), 0)
-            if zlib.crc32(head) != int(file.crc32, 16):
-                raise CheckpointError(f"{path}: damaged, the checksum of its header (bytes 0 to {file.start}) is wrong")
+            self._check(file)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         except BaseException:
-            os.close(self._handle)
+            self.close()
             raise
+
+    def _check(self, file: File) -> None:
+        found = os.fstat(self._handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{self._path}: not an ordinary file")
+        if found.st_size != file.bytes:
+            raise CheckpointError(f"{self._path}: has {found.st_size} bytes, the manifest says {file.bytes}")
+        head = bytearray(file.start)
+        self._get(memoryview(head), 0)
+        if zlib.crc32(head) != int(file.crc32, 16):
+            raise CheckpointError(
+                f"{self._path}: damaged, the checksum of its header (bytes 0 to {file.start}) is wrong"
+            )
 
     def _get(self, out: memoryview, at: int) -> None:
         while out:
@@ -206,24 +220,29 @@ class Reader:
                 raise CheckpointError(f"{self._path}: ends at byte {at}")
             out, at = out[n:], at + n
 
-    def read(self, leaf: str, piece: Piece, size: int, lo: int, out: memoryview) -> None:
-        """Bytes of a piece into `out`, checked block by block.
+    def read(self, leaf: str, piece: Piece, size: int, lo: int, out: memoryview) -> Callable[[], None]:
+        """Bytes of a piece into `out`; what comes back is to be called, on any thread, and checks them block by block.
 
         Args:
             leaf: its path, for messages. size: bytes of the whole piece. lo: the first byte wanted, within the piece.
         """
         hi = lo + len(out)
-        for block in range(lo // BLOCK, math.ceil(hi / BLOCK)):
-            begin, end = block * BLOCK, min((block + 1) * BLOCK, size)
-            whole = lo <= begin and end <= hi
-            target = out[begin - lo : end - lo] if whole else memoryview(bytearray(end - begin))
-            self._get(target, piece.at + begin)
-            if zlib.crc32(target) != int(piece.crc32[8 * block : 8 * block + 8], 16):
-                where = f"bytes {piece.at + begin} to {piece.at + end}"
-                raise CheckpointError(f"{self._path}: damaged in {leaf}, {where}: the checksum is wrong")
-            if not whole:
-                a, b = max(lo, begin), min(hi, end)
-                out[a - lo : b - lo] = target[a - begin : b - begin]
+        begin = lo // BLOCK * BLOCK
+        end = min(math.ceil(hi / BLOCK) * BLOCK, size)
+        target = out if (begin, end) == (lo, hi) else memoryview(bytearray(end - begin))
+        self._get(target, piece.at + begin)
+
+        def check() -> None:
+            for at in range(begin, end, BLOCK):
+                block = target[at - begin : at - begin + BLOCK]
+                digits = piece.crc32[8 * (at // BLOCK) : 8 * (at // BLOCK) + 8]
+                if zlib.crc32(block) != int(digits, 16):
+                    where = f"bytes {piece.at + at} to {piece.at + at + len(block)}"
+                    raise CheckpointError(f"{self._path}: damaged in {leaf}, {where}: the checksum is wrong")
+            if target is not out:
+                out[:] = target[lo - begin : hi - begin]
+
+        return check
 
     def close(self) -> None:
         """Closes the file."""

@@ -70,7 +70,7 @@ def _damage_in(reader: disk.Reader, piece: Piece, leaf: str, manifest: Manifest)
     buffer = memoryview(bytearray(disk.BLOCK))
     for begin in range(0, size, disk.BLOCK):
         try:
-            reader.read(leaf, piece, size, begin, buffer[: min(disk.BLOCK, size - begin)])
+            reader.read(leaf, piece, size, begin, buffer[: min(disk.BLOCK, size - begin)])()
         except (CheckpointError, OSError) as error:
             yield str(error)
 

@@ -17,7 +17,7 @@ from funzero.core.errors import CheckpointError
 from funzero.core.spec import Layout, Spec
 from funzero.core.state import StateSpecs, TrainState
 
-READERS = 3  # threads
+CHECKERS = 2  # threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,37 +172,45 @@ def _kinds(like: TrainState, manifest: Manifest) -> dict[str, str]:
 def _read(path: Path, plan: Plan, like: TrainState) -> TrainState:
     local = {n: x.detach() for n, x in plan.kept.items()}
     with Source(path, plan.manifest) as source:
-        for name, layout in plan.read.items():
-            local[name] = source.local(name, layout)
+        for name in sorted(plan.read, key=lambda n: source.place(n)):
+            local[name] = source.local(name, plan.read[name])
     window = {n: x for n, x in local.items() if n.startswith("accum/")} if plan.in_window else {}
     return contents.assembled(like, local, window)
 
 
 class Source:
-    """The files of a checkpoint, read by a few threads. Use in `with`, at whose end all reads have ended."""
+    """The files of a checkpoint. Use in `with`, at whose end all that was asked for is there.
+
+    One thread reads, in the order in which it was asked, which suits a disk; others check what it has read.
+    """
 
     def __init__(self, path: Path, manifest: Manifest):
         self._path, self._manifest = path, manifest
         self._readers: dict[str, disk.Reader] = {}
-        self._pool = ThreadPoolExecutor(READERS)
-        self._pending: list[Future[None]] = []
+        self._reading, self._checking = ThreadPoolExecutor(1), ThreadPoolExecutor(CHECKERS)
+        self._pending: list[Future[Future[None]]] = []
 
     def __enter__(self) -> "Source":
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         try:
-            self._pool.shutdown(cancel_futures=kind is not None)
             if kind is None:
                 self._wait()
         finally:
+            self._reading.shutdown(cancel_futures=True)
+            self._checking.shutdown(cancel_futures=True)
             for reader in self._readers.values():
                 reader.close()
 
     def _wait(self) -> None:
-        for future in self._pending:
-            future.result()
-        self._pending = []
+        pending, self._pending = self._pending, []
+        for check in [read.result() for read in pending]:
+            check.result()
+
+    def place(self, name: str) -> tuple[str, int]:
+        """Where a leaf begins: to read leaves in the order of their files."""
+        return min(((p.file, p.at) for p in self._manifest.leaves[name].pieces), default=("", 0))
 
     def local(self, name: str, layout: Layout) -> torch.Tensor:
         """What this rank holds of a leaf under a layout; its values are there when the block ends."""
@@ -273,7 +281,10 @@ class Source:
         reader, size = self._readers[piece.file], piece.count * itemsize
         for lo, hi in disk.spans(begin, begin + len(out)):
             part = out[lo - begin : hi - begin]
-            self._pending.append(self._pool.submit(reader.read, name, piece, size, lo, part))
+            self._pending.append(self._reading.submit(self._read, reader, (name, piece, size, lo, part)))
+
+    def _read(self, reader: disk.Reader, what: tuple[str, Piece, int, int, memoryview]) -> Future[None]:
+        return self._checking.submit(reader.read(*what))
 
 
 def _within(box: Iterable[Span], outer: Iterable[Span]) -> tuple[slice, ...]:

@@ -38,8 +38,24 @@ def apply_update(tx: Transform, state: TrainState, grads: Any, *, precision: Pol
     """
     policy = checked(precision)
     round_to = rounder(policy, state.key, state.step, whole_index(state.params))
-    params, opt_state = update_stored(tx, policy, grads, state.opt_state, state.params, round_to)
+    frozen = _frozen(state)
+    seen = tree_lib.prune(state.params, frozen.__contains__)
+    trained, opt_state = update_stored(tx, policy, _given(grads, seen), state.opt_state, seen, round_to)
+    params = tree_lib.graft(state.params, trained)
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state, accum=())
+
+
+def _frozen(state: TrainState) -> set[str]:
+    """Paths, below params, of what the state's optimizer does not know of."""
+    if state.specs is None:
+        return set()
+    return set(tree_lib.paths(state.params)) - set(tree_lib.paths(state.specs.grads.tree))
+
+
+def _given(grads: Any, params: Any) -> Any:
+    """`grads` in the structure of `params`, with `None` where there is no gradient."""
+    found = dict(zip(*tree_lib.flatten_with_paths(grads)[:2], strict=True))
+    return tree_lib.map_with_path(lambda path, _: found.get(path), params)
 
 
 def with_hyperparams(state: TrainState, values: Mapping[str, Any]) -> TrainState:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from tests.benchmarks import precision
+from tests.benchmarks import checkpoint, precision
 
 # name: (ranks, task, peer, [(system, largest time ratio, largest memory ratio)])
 COMPARISONS = {
@@ -59,9 +59,12 @@ def compare(name: str, repeats: int = 5) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*COMPARISONS, "precision"]:
+    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint"]:
         if wanted == "precision":
             precision.compare()
+            continue
+        if wanted == "checkpoint":
+            checkpoint.compare()
             continue
         for line in compare(wanted):
             print(line, flush=True)

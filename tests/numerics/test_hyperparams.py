@@ -41,3 +41,16 @@ def test_names_that_are_not_there():
     for name in ("learning_rate", "beta1", "opt_state/step"):
         with pytest.raises(ValueError, match=r"with_hyperparams: .*matches no leaf"):
             fz.with_hyperparams(state, {name: 1.0})
+
+
+@pytest.mark.parametrize("kind", ["adam", "partition"])
+def test_apply_update_takes_none_for_frozen_leaves(kind):
+    params = {"a": torch.ones(2), "b": torch.ones(2), "frozen": torch.ones(2)}
+    parts = {"x": fz.adam(0.1), "y": fz.sgd(0.1)}
+    tx = fz.adam(0.1) if kind == "adam" else fz.partition(parts, {"a": "x", "b": "y", "frozen": "x"})
+    state = fz.init_state(params, tx, trainable={"a": True, "b": True, "frozen": False})
+    for missing in (False, True):  # an unused leaf beside the frozen one
+        grads = {"a": torch.ones(2), "b": None if missing else torch.ones(2), "frozen": None}
+        new = fz.apply_update(tx, state, grads)
+        assert torch.equal(new.params["frozen"], params["frozen"]) and new.params["a"][0] < 1
+        assert (new.params["b"][0] < 1) != missing and new.opt_state.keys() == state.opt_state.keys()
