@@ -5,7 +5,8 @@ nothing, which adds up to the same.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,22 +34,29 @@ def frozen(specs: StateSpecs) -> frozenset[str]:
     return frozenset(x.path for x in specs.params.layouts if x.path not in trained)
 
 
-def local_leaves(state: TrainState) -> Iterator[tuple[Layout, torch.Tensor]]:
-    """(layout, local leaf) of everything in a state, in the same order on all ranks. A collective call in mid-window."""
+def local_leaves(state: TrainState) -> Iterator[tuple[Layout, Callable[[], torch.Tensor]]]:
+    """(layout, function that gives the local leaf) of everything in a state, in the same order on all ranks.
+
+    In mid-window the functions are collective calls, to be made in this order.
+    """
     specs, accum = specs_of(state), state.accum
     for name, leaf in _scalars(state).items():
-        yield _replicated(name, leaf, specs.mesh), leaf
+        yield _replicated(name, leaf, specs.mesh), functools.partial(_same, leaf)
     trees = {"params": state.params, "opt_state": state.opt_state, "buffers": state.buffers}
     if isinstance(accum, Accumulator):
         trees["accum"] = accum.grads
     for field, tree in trees.items():
         for leaf, layout in zip(tree_lib.leaves(tree), specs.fields[field].layouts, strict=True):
-            if layout.spec.unreduced:
-                leaf = collectives.all_sum(leaf, layout.mesh, layout.spec.unreduced)
-            yield layout.with_spec(unreduced=()), leaf
+            axes = layout.spec.unreduced
+            total = functools.partial(collectives.all_sum, leaf, layout.mesh, axes)
+            yield layout.with_spec(unreduced=()), total if axes else functools.partial(_same, leaf)
     if isinstance(accum, Accumulator):
         for name, leaf in _window(accum, specs.mesh):
-            yield _replicated(name, leaf, specs.mesh), leaf
+            yield _replicated(name, leaf, specs.mesh), functools.partial(_same, leaf)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def expected(like: TrainState, in_window: bool) -> dict[str, Layout]:
@@ -56,7 +64,14 @@ def expected(like: TrainState, in_window: bool) -> dict[str, Layout]:
     specs = specs_of(like)
     fields = [s for name, s in specs.fields.items() if name != "accum" or in_window]
     layouts = {x.path: x for s in fields for x in s.layouts}
-    return layouts | {name: _replicated(name, leaf, specs.mesh) for name, leaf in _scalars(like).items()}
+    others = _scalars(like)
+    if in_window:
+        one = torch.empty((), dtype=torch.float64, device="meta")
+        others |= {WINDOW: one, "accum/loss": one, "accum/times": one.to(torch.int32)}
+        others["accum/used"] = torch.empty(len(specs.grads.layouts), dtype=torch.uint8, device="meta")
+        names = (f"accum/{x.path}" for x in specs.buffers.layouts)
+        others |= dict(zip(names, tree_lib.leaves(specs.buffers.abstract()), strict=True))
+    return layouts | {name: _replicated(name, leaf, specs.mesh) for name, leaf in others.items()}
 
 
 def leaves_of(like: TrainState) -> dict[str, torch.Tensor]:
@@ -102,14 +117,16 @@ def assembled(like: TrainState, local: dict[str, torch.Tensor], window: dict[str
 
 
 def _accumulator(specs: StateSpecs, grads: Any, window: dict[str, torch.Tensor]) -> Accumulator:
-    holds = specs.mesh.index(specs.mesh.batch) == 0
+    def own(x: torch.Tensor) -> torch.Tensor:  # the first rank holds the sum
+        return x if specs.mesh.index(specs.mesh.batch) == 0 else torch.zeros_like(x)
+
     aux = {n.removeprefix("accum/aux/"): x for n, x in window.items() if n.startswith("accum/aux/")}
     buffers = [window[f"accum/{x.path}"] for x in specs.buffers.layouts]
     return Accumulator(
         grads=grads,
-        weight=window["accum/weight"] * holds,
-        loss=window["accum/loss"] * holds,
-        aux=aux_of_paths({n: x * holds for n, x in aux.items()}),
+        weight=own(window["accum/weight"]),
+        loss=own(window["accum/loss"]),
+        aux=aux_of_paths({n: own(x) for n, x in aux.items()}),
         times=window["accum/times"].cpu(),
         used=window["accum/used"].cpu(),
         buffers=tree_lib.unflatten(specs.buffers.treedef, buffers),
@@ -138,8 +155,6 @@ def _window(accum: Accumulator, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]
     yield "accum/used", collectives.all_max(accum.used, mesh, mesh.batch)
     for name, leaf in zip(*tree_lib.flatten_with_paths(accum.aux)[:2], strict=True):
         yield f"accum/aux/{name}", total(leaf)
+    share = torch.where(weight == 0, 1 / mesh.size(mesh.batch), accum.weight / weight)
     for name, leaf in zip(*tree_lib.flatten_with_paths(accum.buffers)[:2], strict=True):
-        if leaf.dtype.is_floating_point:
-            yield f"accum/buffers/{name}", total(leaf.double() * (accum.weight / weight)).to(leaf.dtype)
-        else:
-            yield f"accum/buffers/{name}", collectives.all_max(leaf, mesh, mesh.batch)
+        yield f"accum/buffers/{name}", collectives.mean_buffer(leaf, share, mesh)

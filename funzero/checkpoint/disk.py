@@ -16,7 +16,6 @@ import math
 import mmap
 import os
 import queue
-import stat
 import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing.pool import ThreadPool
@@ -26,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from funzero.checkpoint.manifest import BLOCK, File, Piece
+from funzero.checkpoint.manifest import BLOCK, File, Piece, opened
+from funzero.checkpoint.manifest import DTYPES as DTYPES
 from funzero.core.errors import CheckpointError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -35,13 +35,6 @@ BUFFER = 4 << 20  # bytes of one write
 WRITERS, SUMMERS = 2, 1  # threads
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
-DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
-}
-"""What safetensors calls torch's dtypes."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _REAL = {torch.complex128: torch.float64}  # no safetensors dtype; written with a last dim of 2
 
@@ -125,6 +118,7 @@ def _write(path: Path, parts: list[memoryview], pool: ThreadPool) -> None:
             buffers.put(buffer)
 
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    direct = handle
     try:
         direct = _reopened(path, handle)
         try:
@@ -135,19 +129,16 @@ def _write(path: Path, parts: list[memoryview], pool: ThreadPool) -> None:
             os.close(direct)
             direct = handle
             put(direct, 0)
-        try:
-            done = [pool.apply_async(put, (direct, at)) for at in range(BUFFER, ends[-1], BUFFER)]
-            for result in done:
-                result.wait()
-            for result in done:
-                result.get()
-        finally:
-            if direct != handle:
-                os.close(direct)
+        done = [pool.apply_async(put, (direct, at)) for at in range(BUFFER, ends[-1], BUFFER)]
+        for result in done:
+            result.wait()
+        for result in done:
+            result.get()
         os.ftruncate(handle, ends[-1])
         os.fsync(handle)
     finally:
-        os.close(handle)
+        for each in {handle, direct}:
+            os.close(each)
 
 
 def _reopened(path: Path, handle: int) -> int:
@@ -185,13 +176,9 @@ class Reader:
     def __init__(self, path: Path, file: File):
         self._path, self._file = path, file
         try:
-            self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._handle = opened(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: missing") from None
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise CheckpointError(f"{path}: a link, not a file of the checkpoint") from None
-            raise
         try:
             self._check(file)
             if hasattr(os, "posix_fadvise"):
@@ -201,11 +188,9 @@ class Reader:
             raise
 
     def _check(self, file: File) -> None:
-        found = os.fstat(self._handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{self._path}: not an ordinary file")
-        if found.st_size != file.bytes:
-            raise CheckpointError(f"{self._path}: has {found.st_size} bytes, the manifest says {file.bytes}")
+        size = os.fstat(self._handle).st_size
+        if size != file.bytes:
+            raise CheckpointError(f"{self._path}: has {size} bytes, the manifest says {file.bytes}")
         head = bytearray(file.start)
         self._get(memoryview(head), 0)
         if zlib.crc32(head) != int(file.crc32, 16):

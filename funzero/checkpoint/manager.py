@@ -1,14 +1,16 @@
 """A folder of checkpoints: when to save, in the background or not, which to keep, which is the latest."""
 
 import contextlib
+import math
 import os
 import re
 import shutil
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,10 +18,13 @@ from funzero.checkpoint import contents
 from funzero.checkpoint import save as saving
 from funzero.checkpoint.manifest import MANIFEST, read_manifest
 from funzero.checkpoint.restore import restore
+from funzero.core.errors import CheckpointError
 from funzero.core.mesh import Mesh
 from funzero.core.state import TrainState
 
+T = TypeVar("T")
 _NAME = re.compile(r"step-([0-9]{8,})")
+_LEFT = re.compile(r"\.(step-[0-9]{8,})\.[0-9a-f]{8}\.tmp(\.old)?")
 
 
 class CheckpointManager:
@@ -64,7 +69,7 @@ class CheckpointManager:
         self._keep, self._keep_every, self._best = keep, keep_every, best
         self._background, self._every_steps, self._every_s = background, every_steps, every_s
         self._job: saving.Job | None = None
-        self._asked = False
+        self._asked, self._last_step = False, -1
         self._last_save = time.monotonic()
 
     def path(self, step: int) -> Path:
@@ -79,16 +84,30 @@ class CheckpointManager:
         return sorted(int(m[1]) for m, x in found if (x / MANIFEST).is_file())
 
     def latest(self) -> int | None:
-        """The last step that has a complete checkpoint, or None."""
-        return next(reversed(self.steps()), None)
+        """The step of the checkpoint that was completed last, or None.
+
+        That is not the highest step if a run went back to an earlier one.
+        """
+        return next(reversed(self._by_age()), None)
+
+    def _by_age(self) -> list[int]:
+        ages = []
+        for step in self.steps():
+            with contextlib.suppress(FileNotFoundError):  # removed by the first rank in this moment
+                ages.append(((self.path(step) / MANIFEST).stat().st_mtime_ns, step))
+        return [step for _, step in sorted(ages)]
 
     def best_step(self) -> int | None:
         """The step with the best metric, the later one of equals; None without one."""
         if self._best is None:
             return None
         name, way = self._best
-        scores = {s: read_manifest(self.path(s)).metrics.get(name) for s in self.steps()}
-        known = [(v if way == "max" else -v, s) for s, v in scores.items() if v is not None]
+        known = []
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError, OSError):  # a damaged one is not the best
+                value = read_manifest(self.path(step)).metrics.get(name, math.nan)
+                if not math.isnan(value):
+                    known.append((value if way == "max" else -value, step))
         return max(known)[1] if known else None
 
     def extra(self, step: int | None = None) -> Any:
@@ -112,9 +131,10 @@ class CheckpointManager:
         Returns: the name; with background=True the checkpoint is there after the next `wait`, `save` or `restore`.
         """
         self.wait()
-        path = self.path(int(state.step))
-        draft = saving.begin(path, contents.specs_of(state).mesh, extra, overwrite, clean=self._clean_up)
-        numbers = {k: float(v) for k, v in (metrics or {}).items()}
+        path, mesh = self.path(int(state.step)), contents.specs_of(state).mesh
+        numbers = _on_all(mesh, lambda: {k: float(v) for k, v in (metrics or {}).items()})
+        draft = saving.begin(path, mesh, extra, overwrite, clean=self._clean_up)
+        self._last_step = int(state.step)
         self._job, self._last_save = saving.Job(draft, overwrite, after=self.prune), time.monotonic()
         self._job.start(lambda: saving.take(state, extra, metrics=numbers, copy=self._background))
         if not self._background:
@@ -136,7 +156,7 @@ class CheckpointManager:
         return restore(self.path(self._chosen(step, contents.specs_of(like).mesh)), like, **options)
 
     def _chosen(self, step: int | None, mesh: Mesh | None) -> int:
-        found = self.latest() if step is None else step
+        found = step if step is not None else self.latest() if mesh is None else _on_all(mesh, self.latest)
         if mesh is not None:  # what the first rank sees, should a file system show it to the others later
             text = mesh.exchange_text("" if found is None else str(found))[0]
             found = int(text) if text else None
@@ -162,13 +182,24 @@ class CheckpointManager:
         late = self._every_s is not None and time.monotonic() - self._last_save >= self._every_s
         flags = mesh.gather_host(torch.tensor([self._asked, late], dtype=torch.uint8))
         stop = bool(flags[:, 0].any())
-        due = self._every_steps is not None and step % self._every_steps == 0
+        due = self._every_steps is not None and step % self._every_steps == 0 and step != self._last_step
         if stop or due or bool(flags[0, 1]):
-            made = extra() if callable(extra) else extra
+            made = _on_all(mesh, extra) if callable(extra) else extra
+            earlier = self._failure() if stop else None  # it must not keep this save from being made
             self.save(state, metrics=metrics, extra=made, overwrite=True)
-        if stop:
-            self.wait()
+            if stop:
+                self.wait()
+            if earlier is not None:
+                raise earlier
         return stop
+
+    def _failure(self) -> OSError | None:
+        """What went wrong with the last save, on all ranks; waits for its end."""
+        try:
+            self.wait()
+        except OSError as error:
+            return error
+        return None
 
     @contextlib.contextmanager
     def on_signal(self, *numbers: int) -> Iterator[None]:
@@ -184,6 +215,7 @@ class CheckpointManager:
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+        self._asked = False
         for number in chosen:
             signal.signal(number, ask)
         try:
@@ -194,8 +226,9 @@ class CheckpointManager:
 
     def _clean_up(self) -> None:
         """Removes what was left half done."""
-        for left in self.root.glob(".step-*.tmp"):
-            shutil.rmtree(left)
+        for left in self.root.glob(".step-*.tmp*"):
+            if (found := _LEFT.fullmatch(left.name)) is not None:
+                saving.clean_up(self.root / found[1])
 
     def prune(self, *, dry_run: bool = False) -> list[int]:
         """Removes the checkpoints that need not stay, as each save does; the steps that went. Not a collective call.
@@ -203,13 +236,25 @@ class CheckpointManager:
         Args:
             dry_run: only say which.
         """
-        steps = self.steps()
+        steps = self._by_age()
         stay = {*steps[-self._keep :], self.best_step()}
         stay |= {s for s in steps if self._keep_every is not None and s % self._keep_every == 0}
         gone = [s for s in steps if s not in stay]
         for step in () if dry_run else gone:
             path = self.path(step)
-            hidden = path.with_name(f".{path.name}.removed.tmp")  # its name goes first: a name means complete
+            # Its name goes first, since a name means complete.
+            hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
             os.rename(path, hidden)
             shutil.rmtree(hidden)
         return gone
+
+
+def _on_all(mesh: Mesh, make: Callable[[], T]) -> T:
+    """What `make` gives; if it raises on one rank, all raise. A collective call."""
+    error: Exception | None = None
+    try:
+        made = make()
+    except Exception as found:
+        error = found
+    saving.agree(mesh, error)
+    return made

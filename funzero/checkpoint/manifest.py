@@ -4,9 +4,12 @@
 follows; then its types, and what it says of files, ranges and shapes, are checked before any other file is opened.
 """
 
+import errno
 import json
 import math
+import os
 import re
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +26,14 @@ BLOCK = 1 << 20  # bytes that one checksum covers; a part of a leaf is read in w
 
 _FIRST_LINE = re.compile(rb'\{"crc32":"([0-9a-f]{8})",\n')
 _FILE_NAME = re.compile(r"[0-9]{5,}\.safetensors")
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
+}
+"""What safetensors calls torch's dtypes."""
+_DTYPES = {str(d).removeprefix("torch."): d for d in (*DTYPES.values(), torch.complex128)}
 
 Count = Annotated[int, pydantic.Field(ge=0, lt=1 << 63)]
 Span = tuple[Count, Count]
@@ -78,7 +88,7 @@ class File(_Model):
 
     bytes: Count
     start: Count
-    crc32: str
+    crc32: Annotated[str, pydantic.Field(pattern="^[0-9a-f]{8}$")]
 
 
 class Manifest(_Model):
@@ -136,13 +146,34 @@ def read_manifest(folder: str | Path) -> Manifest:
     (2, 3)
     """
     path = Path(folder) / MANIFEST
-    body = _body(path, path.read_bytes())
+    with os.fdopen(opened(path), "rb") as file:
+        body = _body(path, file.read())
     if isinstance(body, dict) and body.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {body.get('format')!r}, this version of funzero reads {FORMAT}")
     found = _parsed(Manifest, path, body)
+    for name in found.files:
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: {name!r} is not the name of a file of a checkpoint")
     for name, leaf in found.leaves.items():
         _check_leaf(path, name, leaf, found.files)
     return found
+
+
+def opened(path: Path) -> int:
+    """A handle for reading an ordinary file, which a checkpoint may be made of.
+
+    Raises CheckpointError for a link, a pipe or the like, FileNotFoundError, OSError.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: a link, not a file of the checkpoint") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path}: not an ordinary file")
+    return handle
 
 
 def read_part(path: Path) -> Part:
@@ -174,14 +205,13 @@ def _check_leaf(path: Path, name: str, leaf: Leaf, files: Mapping[str, File]) ->
 
     need(leaf.dtype in _DTYPES, f"unknown dtype {leaf.dtype!r}")
     size = leaf.torch_dtype.itemsize
-    need(leaf.numel * size < 1 << 63, f"shape {list(leaf.shape)} overflows")
+    need(math.prod(max(1, n) for n in leaf.shape) * size < 1 << 63, f"shape {list(leaf.shape)} overflows")
     for piece in leaf.pieces:
         lo, hi = piece.range
         need(len(piece.box) == len(leaf.shape), f"box {piece.box} does not fit the shape {list(leaf.shape)}")
         need(all(a < b <= n for (a, b), n in zip(piece.box, leaf.shape, strict=True)), f"box {piece.box} is outside")
         need(lo < hi <= _volume(piece.box), f"range {piece.range} is outside of its box")
-        need(bool(_FILE_NAME.fullmatch(piece.file)), f"{piece.file!r} is not the name of a file of a checkpoint")
-        need(piece.file in files, f"{piece.file} is not among the files")
+        need(piece.file in files, f"{piece.file!r} is not among the files")
         file, end = files[piece.file], piece.at + piece.count * size
         need(file.start <= piece.at and end <= file.bytes, f"bytes {piece.at} to {end} are outside of {piece.file}")
         digits = 8 * math.ceil(piece.count * size / BLOCK)

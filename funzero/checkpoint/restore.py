@@ -13,11 +13,11 @@ from funzero.checkpoint import contents, disk
 from funzero.checkpoint.manifest import Leaf, Manifest, Piece, Span, read_manifest
 from funzero.checkpoint.save import agree
 from funzero.core import tree as tree_lib
-from funzero.core.errors import CheckpointError
 from funzero.core.spec import Layout, Spec
 from funzero.core.state import StateSpecs, TrainState
 
 CHECKERS = 2  # threads
+OPEN_FILES = 64  # at most, at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,8 @@ def restore(path: str | Path, like: TrainState, *, strict: bool = True, select: 
             not matter: `accum` comes as the file has it.
         strict: every leaf must be there, with its shape, dtype and kind of container, and no other. False: what does not
             fit stays as it is in `like`, and a `Report` says what.
-        select: globs over paths, such as "params/**"; only these leaves are read, the others stay as in `like`.
+        select: globs over paths, such as "params/**"; only these leaves are read, the others stay as in `like`. A window
+            comes only if all of it is selected.
         cast: globs over paths whose floating leaves may have another dtype in the checkpoint; they are rounded.
 
     Returns: a new state, or with strict=False (state, Report). Beyond it a rank holds at most one leaf at a time.
@@ -82,7 +83,7 @@ def restore(path: str | Path, like: TrainState, *, strict: bool = True, select: 
         plan = Plan.of(manifest, like, _globs(select), _globs(cast) or ())
         plan.check(Path(path), strict)
         state = _read(Path(path), plan, like)
-    except (OSError, ValueError, CheckpointError) as found:
+    except Exception as found:  # whatever it is, the peers wait to hear of it
         error = found
     agree(contents.specs_of(like).mesh, error)
     return state if strict else (state, plan.report)
@@ -110,23 +111,26 @@ class Plan:
     def of(manifest: Manifest, like: TrainState, select: Iterable[str] | None, cast: Iterable[str]) -> "Plan":
         """Compares a manifest with `like`."""
         there = manifest.leaves
-        own = {n for n in there if n.startswith("accum/") and not n.startswith("accum/grads/")}  # no specs know these
+        own = {n for n in there if n.startswith("accum/aux/")}  # only the loss function knows these
         expected = contents.expected(like, contents.WINDOW in there)
         expected |= {n: _replicated(n, there[n], contents.specs_of(like)) for n in own}
         names = sorted({*expected, *there})
         chosen = set(names) if select is None else _matching(select, names, "select")
-        in_window = contents.WINDOW in there and all(n in chosen for n in names if n.startswith("accum/"))
+        window = {n for n in names if n.startswith("accum/")}
+        in_window = contents.WINDOW in there and window <= chosen
         if not in_window:
-            chosen = {n for n in chosen if not n.startswith("accum/")}
+            chosen -= window
         may_cast = _matching(cast, names, "cast")
         both = expected.keys() & there.keys() & chosen
         found = {n: _difference(expected[n], there[n], n in may_cast) for n in both}
         read = {n: expected[n] for n in expected if n in both and not found[n]}
+        if not window <= read.keys():  # a window is restored as a whole, or not
+            in_window, read = False, {n: x for n, x in read.items() if n not in window}
         report = Report(
             tuple(sorted((expected.keys() & chosen) - there.keys() - set(manifest.left_out))),
             tuple(sorted((there.keys() & chosen) - expected.keys())),
             {n: text for n, text in found.items() if text},
-            {n: text for n, text in _kinds(like, manifest).items() if any(x.startswith(f"{n}/") for x in chosen)},
+            {n: t for n, t in _kinds(like, manifest).items() if select is None or _holds(n, chosen)},
         )
         kept = {n: x for n, x in contents.leaves_of(like).items() if n not in read}
         return Plan(manifest, read, kept, in_window, report)
@@ -157,6 +161,10 @@ def _difference(layout: Layout, leaf: Leaf, may_cast: bool) -> str:
         return ""
     want = tree_lib.dtype_and_shape(layout.dtype, layout.shape)
     return f"expected {want}, the checkpoint has {tree_lib.dtype_and_shape(leaf.torch_dtype, leaf.shape)}"
+
+
+def _holds(node: str, chosen: set[str]) -> bool:
+    return any(x.startswith(f"{node}/") for x in chosen)
 
 
 def _kinds(like: TrainState, manifest: Manifest) -> dict[str, str]:
@@ -200,8 +208,12 @@ class Source:
         finally:
             self._reading.shutdown(cancel_futures=True)
             self._checking.shutdown(cancel_futures=True)
-            for reader in self._readers.values():
-                reader.close()
+            self._close()
+
+    def _close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers = {}
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []
@@ -244,7 +256,8 @@ class Source:
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, stored, strict=True)]
             if all(a < b for a, b in common):
                 self._copy(out, wanted, stored, common, name, leaf)
-        return out.view(-1)[lo - first * inner : hi - first * inner]
+        part = out.view(-1)[lo - first * inner : hi - first * inner]
+        return part if len(part) == out.numel() else part.clone()  # a view would keep all of it alive
 
     def _copy(
         self,
@@ -277,6 +290,9 @@ class Source:
 
     def _submit(self, name: str, piece: Piece, begin: int, itemsize: int, out: memoryview) -> None:
         if piece.file not in self._readers:
+            if len(self._readers) == OPEN_FILES:
+                self._wait()
+                self._close()
             self._readers[piece.file] = disk.Reader(self._path / piece.file, self._manifest.files[piece.file])
         reader, size = self._readers[piece.file], piece.count * itemsize
         for lo, hi in disk.spans(begin, begin + len(out)):

@@ -6,12 +6,15 @@ crash before the rename leaves a folder that no reader looks at, and the next sa
 each other through these files and not through collectives, so the same steps serve a save in the background.
 """
 
+import builtins
 import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,10 +28,11 @@ from funzero.checkpoint.shares import Share, shares
 from funzero.core.errors import CheckpointError
 from funzero.core.mesh import Mesh
 from funzero.core.spec import Layout
-from funzero.core.state import TrainState
+from funzero.core.state import Accumulator, TrainState
 from funzero.core.version import __version__
 
 _PART, _FAILED = ".part", ".failed"
+AFTER_THE_END_S = 60.0  # how long a save in the background outlives a script that has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +99,12 @@ class Job:
         """Takes the snapshot now, and writes it in the thread."""
         try:
             snapshot = take()
-        except (OSError, ValueError) as error:
+        except Exception as error:
             self._fail(error)
             return
+        except BaseException as error:
+            self._fail(RuntimeError(f"interrupted by {type(error).__name__}"))
+            raise
         self._thread = threading.Thread(target=self._run, args=(snapshot,), name="funzero-save")
         self._thread.start()
 
@@ -119,9 +126,13 @@ class Job:
         try:
             await_parts(self._draft, self._cancelled)
             commit(self._draft, snapshot.manifest, self._overwrite)
-            self._after()
         except Exception as error:
             self._error = error
+            return
+        try:
+            self._after()
+        except Exception as error:
+            self._error = OSError(f"{self._draft.path} is complete, but older ones could not be removed: {error}")
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete; raises the first cause on all ranks. A collective call."""
@@ -148,11 +159,15 @@ def agree(mesh: Mesh, error: Exception | None) -> None:
         raise error
     for rank, text in enumerate(texts):
         if text:
-            kind = _KINDS.get(text.partition(":")[0], OSError)
-            raise kind(f"rank {rank}: {text}")
+            raise _error_of(text.partition(":")[0], f"rank {rank}: {text}")
 
 
-_KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (CheckpointError, ValueError, TypeError, FileExistsError)}
+def _error_of(name: str, text: str) -> Exception:
+    """An error of the kind of that name, if there is one that takes a text."""
+    kind = CheckpointError if name == CheckpointError.__name__ else getattr(builtins, name, RuntimeError)
+    if issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+        return kind(text)
+    return RuntimeError(text)
 
 
 def begin(path: Path, mesh: Mesh, extra: Any, overwrite: bool, clean: Callable[[], None] | None = None) -> Draft:
@@ -164,12 +179,14 @@ def begin(path: Path, mesh: Mesh, extra: Any, overwrite: bool, clean: Callable[[
     error: Exception | None = None
     token = uuid.uuid4().hex[:8] if mesh.rank == 0 else ""
     try:
-        json.dumps(extra, allow_nan=False)
+        json.dumps(extra, allow_nan=False, ensure_ascii=False).encode()
         if mesh.rank == 0:
-            if not overwrite and path.exists():
-                raise FileExistsError(f"{path} exists; give another name or overwrite=True")
             path.parent.mkdir(parents=True, exist_ok=True)
             clean() if clean is not None else clean_up(path)
+            if path.is_symlink():
+                raise FileExistsError(f"{path} is a link; give a name of its own")
+            if not overwrite and path.exists():
+                raise FileExistsError(f"{path} exists; give another name or overwrite=True")
             _draft_folder(path, token).mkdir()
     except (OSError, TypeError, ValueError) as found:
         error = found if isinstance(found, OSError) else TypeError(f"extra: {found}; give what JSON can say")
@@ -184,12 +201,13 @@ def _draft_folder(path: Path, token: str) -> Path:
 
 def clean_up(path: Path) -> None:
     """Removes what saves to this name left behind when they were cut short."""
-    for left in path.parent.glob(f".{_escaped(path.name)}.*.tmp"):
-        shutil.rmtree(left)
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+    names = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp(\.old)?")
+    found = [x for x in path.parent.iterdir() if names.fullmatch(x.name)]
+    for left in sorted(found, key=lambda x: x.name, reverse=True):
+        if left.name.endswith(".old") and not path.exists():
+            os.rename(left, path)  # an exchange in two steps was cut short between them
+        else:
+            shutil.rmtree(left)
 
 
 def take(
@@ -208,12 +226,19 @@ def take(
     """
     specs = contents.specs_of(state)
     left_out = contents.frozen(specs) if trainable_only else frozenset()
-    leaves = [(layout, x) for layout, x in contents.local_leaves(state) if layout.path not in left_out]
-    layouts = [layout for layout, _ in leaves]
-    items = []
-    for share in shares(layouts):
-        layout, x = leaves[share.leaf]
-        items.append((layout.path, share, _part(layout, x.detach(), share, copy)))
+    with specs.mesh.guard() if isinstance(state.accum, Accumulator) else contextlib.nullcontext():
+        leaves = [(layout, get) for layout, get in contents.local_leaves(state) if layout.path not in left_out]
+        layouts = [layout for layout, _ in leaves]
+        _check_names(layouts)
+        own: dict[int, list[Share]] = {}
+        for share in shares(layouts):
+            own.setdefault(share.leaf, []).append(share)
+        items = []
+        for i, (layout, get) in enumerate(leaves):
+            x = get().detach()  # a sum over ranks goes as soon as this rank's share of it is cut
+            items += [
+                (layout.path, share, _part(layout, x, share, copy or _summed(layout))) for share in own.get(i, ())
+            ]
     manifest = Manifest(
         format=FORMAT,
         funzero=__version__,
@@ -229,19 +254,36 @@ def take(
     return Snapshot(manifest, items)
 
 
+def _check_names(layouts: list[Layout]) -> None:
+    for layout in layouts:
+        try:
+            layout.path.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{layout.path!r}: a name that is no text cannot be saved; rename the leaf") from None
+
+
+def _summed(layout: Layout) -> bool:
+    return layout.path.startswith("accum/")
+
+
 def _part(layout: Layout, local: torch.Tensor, share: Share, copy: bool) -> torch.Tensor:
     begin = layout.bounds(layout.index)[0] if layout.is_flat else 0
     lo, hi = share.range
     part = local.reshape(-1)[lo - begin : hi - begin]
     if hi - lo == layout.n:
         part = part.view(layout.piece_shape)
-    return part.to("cpu", copy=copy).contiguous()
+    return part.resolve_conj().resolve_neg().to("cpu", copy=copy).contiguous()
 
 
 def write_part(draft: Draft, snapshot: Snapshot) -> None:
     """Writes this rank's file, and says so."""
     name = f"{draft.rank:05d}.safetensors"
-    keys = [_key(path, share, snapshot.manifest.leaves[path]) for path, share, _ in snapshot.items]
+    keys: dict[str, None] = {}
+    for path, share, _ in snapshot.items:
+        key = _key(path, share, snapshot.manifest.leaves[path])
+        while key in keys:  # a leaf may be called like a part of another
+            key += "'"
+        keys[key] = None
     pieces: dict[str, tuple[Piece, ...]] = {}
     files = {}
     if keys:
@@ -270,7 +312,8 @@ def report_failure(draft: Draft, error: BaseException) -> None:
 
 
 def await_parts(draft: Draft, cancelled: threading.Event) -> None:
-    """Waits until every rank has written its part; raises OSError with the first cause."""
+    """Waits until every rank has written its part; raises OSError with the first cause, or when a rank is gone."""
+    ended: float | None = None
     while True:
         names = {x.name for x in os.scandir(draft.folder)}
         for name in sorted(names):
@@ -278,8 +321,14 @@ def await_parts(draft: Draft, cancelled: threading.Event) -> None:
                 raise OSError(f"rank {int(name.split('.')[0])}: {(draft.folder / name).read_text()}")
         if all(f"{r:05d}{_PART}" in names for r in range(draft.mesh.world)):
             return
-        if cancelled.wait(0.01):
+        ended = None if threading.main_thread().is_alive() else ended or time.monotonic()
+        late = ended is not None and time.monotonic() - ended > AFTER_THE_END_S
+        if late or _is_dead(draft.mesh) or cancelled.wait(0.01):
             raise OSError(f"{draft.path}: the save was given up")
+
+
+def _is_dead(mesh: Mesh) -> bool:
+    return mesh.comm is not None and mesh.comm.dead is not None
 
 
 def commit(draft: Draft, manifest: Manifest, overwrite: bool) -> None:

@@ -19,6 +19,7 @@ from funzero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from funzero.checkpoint.save import save
 from funzero.compat.deepspeed.checkpoint import read_checkpoint, to_state
 from funzero.core import tree as tree_lib
+from funzero.core.errors import CheckpointError
 from funzero.executor.init import abstract_state, init_state
 from funzero.transforms.basic import identity
 from funzero.transforms.chain import partition
@@ -49,6 +50,7 @@ def add_to(commands: Any) -> None:
     prune = action("prune", "remove checkpoints that need not stay", "folder")
     prune.add_argument("--keep", type=int, required=True, metavar="N", help="the last N stay")
     prune.add_argument("--keep-every", type=int, metavar="K", help="those whose step K divides stay too")
+    prune.add_argument("--best", nargs=2, metavar=("METRIC", "MIN|MAX"), help="the best one by a metric stays too")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
 
 
@@ -60,12 +62,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _ls(args: argparse.Namespace) -> None:
     rows = []
-    for folder in sorted(p.parent for p in args.folder.glob(f"*/{MANIFEST}")):
-        manifest = read_manifest(folder)
+    for folder in sorted(p.parent for p in args.folder.glob(f"[!.]*/{MANIFEST}")):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            rows.append((folder.name, "damaged", "", "", "", str(error)))
+            continue
         when = datetime.datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
         metrics = " ".join(f"{k}={v:.4g}" for k, v in manifest.metrics.items())
         rows.append((folder.name, f"step {manifest.step}", _size(_bytes(manifest)), manifest.mesh, when, metrics))
-    left = [(x.name, "left over by a save that was cut short") for x in sorted(args.folder.glob(".*.tmp"))]
+    left = [(x.name, "left over by a save that was cut short") for x in sorted(args.folder.glob(".*.tmp*"))]
     print(tree_lib.table(rows) if rows else f"{args.folder} holds no complete checkpoint")
     if left:
         print(tree_lib.table(left))
@@ -161,7 +167,8 @@ def _torch_name(path: str) -> str:
 
 
 def _prune(args: argparse.Namespace) -> None:
-    manager = CheckpointManager(args.folder, keep=args.keep, keep_every=args.keep_every)
+    best = (args.best[0], args.best[1].lower()) if args.best else None
+    manager = CheckpointManager(args.folder, keep=args.keep, keep_every=args.keep_every, best=best)
     gone = manager.prune(dry_run=args.dry_run)
     print(
         "\n".join(f"{'would remove' if args.dry_run else 'removed'} {manager.path(s)}" for s in gone)

@@ -56,6 +56,18 @@ def all_max(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
     return rows.view(mesh.size(axes), -1).amax(0).to(x.dtype).view(x.shape)
 
 
+def mean_buffer(own: torch.Tensor, share: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The mean by weight of a float buffer over the batch axes, the largest value of another.
+
+    Where all ranks agree the value stays as it is: a mean would change its last bit, or make NaN of an infinity.
+    """
+    if not own.dtype.is_floating_point:
+        return all_max(own, mesh, mesh.batch)
+    same = all_max(own, mesh, mesh.batch) == -all_max(-own, mesh, mesh.batch)
+    part = torch.where(share == 0, 0.0, own.to(torch.float64) * share)
+    return torch.where(same, own, all_sum(part, mesh, mesh.batch).to(own.dtype))
+
+
 def exact_sum(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
     """The sum over `axes` where at most one rank's value of each element is not zero: exact in any order. In place."""
     if mesh.size(axes) > 1:

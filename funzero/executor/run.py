@@ -9,7 +9,6 @@ import torch
 from funzero.core import collectives
 from funzero.core import tree as tree_lib
 from funzero.core.errors import LossScaleError, SkipLimitError
-from funzero.core.mesh import Mesh
 from funzero.core.state import EMPTY_NODE, Metrics, StateSpecs, TrainState
 from funzero.data import EMPTY, split
 from funzero.executor import agree
@@ -278,22 +277,10 @@ def _new_buffers(plan: Plan, window: Window, old: list[torch.Tensor], weight: to
 
     def merge(new: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         if plan.batch_ranks > 1:
-            new = _mean_buffer(new, window.weight / weight, plan.mesh)
+            new = collectives.mean_buffer(new, window.weight / weight, plan.mesh)
         return new.to(before.dtype).detach()
 
     return [merge(a, b) for a, b in zip(window.buffers, old, strict=True)]
-
-
-def _mean_buffer(own: torch.Tensor, share: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The mean by weight of a float buffer over the batch axes, the largest value of another.
-
-    Where all ranks agree the value stays as it is: a mean would change its last bit, or make NaN of an infinity.
-    """
-    if not own.dtype.is_floating_point:
-        return collectives.all_max(own, mesh, mesh.batch)
-    same = collectives.all_max(own, mesh, mesh.batch) == -collectives.all_max(-own, mesh, mesh.batch)
-    part = torch.where(share == 0, 0.0, own.to(torch.float64) * share)
-    return torch.where(same, own, collectives.all_sum(part, mesh, mesh.batch).to(own.dtype))
 
 
 def _first_difference(found: StateSpecs, expected: StateSpecs) -> str:

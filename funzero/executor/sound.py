@@ -1,8 +1,8 @@
 """Whether what a step has computed may take the place of what it started from.
 
 [Note: nothing finite becomes infinite] A finite loss and finite gradients do not make a finite update: an optimizer may
-divide zero by zero, a rate may be infinite, the square of a gradient may overflow. So a leaf that was finite and would
-not be any more refuses the whole update, on every rank. A leaf that held an infinity before may keep it.
+divide zero by zero, a rate may be infinite, the square of a gradient may overflow. So an element that was finite and
+would not be any more refuses the whole update, on every rank. An infinity that was there before may stay.
 """
 
 import torch
@@ -12,7 +12,7 @@ from funzero.core.mesh import Mesh
 
 
 def first_spoilt(old: list[torch.Tensor], new: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """The first leaf that was finite on its rank and is not any more, counted from the end; 0 if there is none.
+    """The first leaf with an element that was finite and is not any more, counted from the end; 0 if there is none.
 
     Args:
         old, new: local leaves in the same order on every rank.
@@ -22,7 +22,7 @@ def first_spoilt(old: list[torch.Tensor], new: list[torch.Tensor], mesh: Mesh) -
     found = torch.zeros((), dtype=torch.int64, device=mesh.device)
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b and _has_floats(b)]
     if pairs and not (mesh.device.type == "cpu" and _surely_finite([b for _, _, b in pairs])):
-        flags = torch.stack([_not_finite(b) & ~_not_finite(a) for _, a, b in pairs])
+        flags = torch.stack([(a.isfinite() & ~b.isfinite()).any() for _, a, b in pairs])
         found = (flags * torch.tensor([len(new) - i for i, _, _ in pairs], device=mesh.device)).amax()
     return collectives.all_max(found, mesh, mesh.names)
 
@@ -34,8 +34,3 @@ def _has_floats(x: torch.Tensor) -> bool:
 def _surely_finite(leaves: list[torch.Tensor]) -> bool:
     """True only if all are finite; a norm reads fast, and may overflow where no element has."""
     return all(bool(n.isfinite()) for n in torch._foreach_norm(leaves))
-
-
-def _not_finite(x: torch.Tensor) -> torch.Tensor:
-    low, high = torch.aminmax(torch.view_as_real(x) if x.is_complex() else x)
-    return ~(low.isfinite() & high.isfinite())

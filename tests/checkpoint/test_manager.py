@@ -170,3 +170,63 @@ def test_a_script_that_ends_waits_for_its_save(tmp_path):
     code = f"from tests.checkpoint.test_manager import run_end; run_end({str(tmp_path / 'run')!r})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert fz.CheckpointManager(tmp_path / "run").steps() == [1]
+
+
+def test_a_run_that_goes_back_goes_on_from_there(tmp_path):
+    """The checkpoint that was made last is the latest, and stays, though others have higher steps."""
+    manager = fz.CheckpointManager(tmp_path, keep=3, background=False)
+    for step in (8, 9, 10):
+        manager.save(state_at(step))
+    manager.save(state_at(9, 5.0), overwrite=True)
+    assert manager.latest() == 9 and manager.restore(state_at(0)).params["w"][0] == 5.0
+    manager.save(state_at(5))
+    assert manager.latest() == 5 and manager.steps() == [5, 9, 10]
+
+
+def test_a_nan_is_not_the_best(tmp_path):
+    manager = fz.CheckpointManager(tmp_path, keep=1, best=("loss", "min"), background=False)
+    for step, loss in enumerate((float("nan"), 0.1, 5.0, 6.0)):
+        manager.save(state_at(step), metrics={"loss": loss})
+    assert manager.steps() == [1, 3] and manager.best_step() == 1
+
+
+def test_a_damaged_one_does_not_stop_the_others(tmp_path):
+    manager = fz.CheckpointManager(tmp_path, keep=2, best=("loss", "min"), background=False)
+    manager.save(state_at(1), metrics={"loss": 1.0})
+    (manager.path(1) / "manifest.json").write_text("{}")
+    for step in (2, 3, 4):
+        manager.save(state_at(step), metrics={"loss": float(step)})
+    assert manager.steps() == [2, 3, 4] and manager.best_step() == 2
+
+
+def test_what_cannot_be_removed_is_no_failed_save(tmp_path, monkeypatch):
+    manager = fz.CheckpointManager(tmp_path, keep=1, background=False)
+    manager.save(state_at(1))
+    real = os.rename
+    refuse = lambda a, b: real(a, b) if "step-00000001" not in str(a) else os.unlink("/nothing/there")  # noqa: E731
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="is complete, but older ones could not be removed"):
+        manager.save(state_at(2))
+    assert manager.latest() == 2
+
+
+def test_a_signal_saves_even_if_the_last_save_failed(tmp_path, monkeypatch):
+    manager = fz.CheckpointManager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write_file", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        manager.save(state_at(1))
+        manager._job._thread.join()
+    with manager.on_signal(signal.SIGTERM), pytest.raises(OSError, match="No space left"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        manager.after_step(state_at(2))
+    assert manager.steps() == [2]
+    with manager.on_signal(signal.SIGTERM):
+        assert not manager.after_step(state_at(3)), "the signal of the first block is over"
+
+
+def test_a_step_that_does_not_move_is_saved_once(tmp_path):
+    manager = fz.CheckpointManager(tmp_path, every_steps=2, background=False)
+    made = []
+    for _ in range(3):  # skipped steps
+        manager.after_step(state_at(2), extra=lambda: made.append(1))
+    assert len(made) == 1 and manager.steps() == [2]

@@ -202,7 +202,7 @@ def test_mistakes_are_named(options, message, tmp_path, capsys):
 
 
 def test_missing_packages_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(command_line, "NEEDED", ("rich", "no_such_package"))
+    monkeypatch.setitem(command_line.NEEDED, "demo", ("rich", "no_such_package"))
     assert "needs no_such_package; run `pip install funzero[cli]`" in refused(capsys)
 
 

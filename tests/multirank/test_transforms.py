@@ -57,7 +57,10 @@ def run_table(rank, world, stage):
     return {n: train(make(), mesh, stage, gradients()) for n, make in TABLE.items()}
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
+SLOW = [pytest.param(*cell, marks=pytest.mark.slow) for cell in ((2, 2), (3, 1), (3, 3))]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 3), (3, 2), *SLOW])
 def test_pieces_are_updated_as_whole_leaves(world, stage):
     for name, found in one_for_all(pool(world).run(run_table, stage)).items():
         right = plainly(TABLE[name](), start(), gradients())
