@@ -49,7 +49,8 @@ class Item:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor in host memory, as bytes."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def write_file(path: Path, items: list[Item]) -> tuple[File, list[tuple[int, str]]]:
@@ -63,7 +64,8 @@ def write_file(path: Path, items: list[Item]) -> tuple[File, list[tuple[int, str
     order = sorted(
         range(len(items)), key=lambda i: (items[i].tensor.nbytes % SECTOR > 0, -items[i].tensor.element_size())
     )
-    header, starts, end = {"__metadata__": {"format": "pt"}}, {}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
     for i in order:
         x = items[i].tensor
         starts[i], end = end, end + x.numel() * x.element_size()

@@ -23,7 +23,18 @@ from typing import Any
 import torch
 
 from funzero.checkpoint import contents, disk
-from funzero.checkpoint.manifest import FORMAT, MANIFEST, Leaf, Manifest, Part, Piece, dtype_name, encode, read_part
+from funzero.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    File,
+    Leaf,
+    Manifest,
+    Part,
+    Piece,
+    dtype_name,
+    encode,
+    read_part,
+)
 from funzero.checkpoint.shares import Share, shares
 from funzero.core.errors import CheckpointError
 from funzero.core.mesh import Mesh
@@ -334,7 +345,7 @@ def _is_dead(mesh: Mesh) -> bool:
 def commit(draft: Draft, manifest: Manifest, overwrite: bool) -> None:
     """Puts the parts together and gives the folder its name; on the first rank, when all parts are there."""
     pieces: dict[str, tuple[Piece, ...]] = {}
-    files = {}
+    files: dict[str, File] = {}
     for rank in range(draft.mesh.world):
         path = draft.folder / f"{rank:05d}{_PART}"
         part = read_part(path)
