@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
+RENEWED_AFTER = 30  # calls: the groups of every mesh that a test makes have threads that wake up all the time
 GRACE_S = 1.0  # how long the other ranks may still answer after one has failed
 
 
@@ -68,7 +69,7 @@ class Pool:
     """`world` spawned processes joined in a gloo group. Get one from `pool`, which keeps it for the next caller."""
 
     def __init__(self, world: int):
-        self.world = world
+        self.world, self.calls = world, 0
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._open = True
         context = multiprocessing.get_context("spawn")
@@ -199,8 +200,11 @@ def pool(world: int) -> Pool | InProcess:
     """The session's pool of `world` ranks, started when it is first asked for."""
     if world == 1:
         return InProcess()
+    if world in _pools and _pools[world].calls >= RENEWED_AFTER:
+        _pools[world].close(join_s=0.0)
     if world not in _pools:
         _pools[world] = Pool(world)
+    _pools[world].calls += 1
     return _pools[world]
 
 
