@@ -10,7 +10,7 @@ demo: .venv/.stamp
 
 test: lint types
 	@echo "tests without the slow ones"
-	@$(BIN)/python -m pytest -q tests -m "not slow" --session-timeout=1000
+	@$(BIN)/python -m pytest -q tests -m "not slow" --session-timeout=1080
 
 test-all: lint types
 	@echo "all tests"

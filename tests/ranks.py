@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
+RENEWED_AFTER = 30  # calls: the groups of every mesh that a test makes have threads that wake up all the time
 GRACE_S = 1.0  # how long the other ranks may still answer after one has failed
 
 
@@ -68,7 +69,7 @@ class Pool:
     """`world` spawned processes joined in a gloo group. Get one from `pool`, which keeps it for the next caller."""
 
     def __init__(self, world: int):
-        self.world = world
+        self.world, self.calls = world, 0
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._open = True
         context = multiprocessing.get_context("spawn")
@@ -199,8 +200,11 @@ def pool(world: int) -> Pool | InProcess:
     """The session's pool of `world` ranks, started when it is first asked for."""
     if world == 1:
         return InProcess()
+    if world in _pools and _pools[world].calls >= RENEWED_AFTER:
+        _pools[world].close(join_s=0.0)
     if world not in _pools:
         _pools[world] = Pool(world)
+    _pools[world].calls += 1
     return _pools[world]
 
 
@@ -238,32 +242,12 @@ def _worker(rank: int, world: int, folder: str, connection: Connection) -> None:
     if world > 1:
         rendezvous, limit = f"file://{folder}/rendezvous", timedelta(seconds=GROUP_TIMEOUT_S)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
-        _share_groups()
     connection.send_bytes(pickle.dumps((True, None)))
     with contextlib.suppress(EOFError):  # the parent closed its end, or is gone
         while True:
             connection.send_bytes(_answer(rank, world, connection.recv_bytes()))
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _share_groups() -> None:
-    """Gives meshes of the same ranks the same groups: those of hundreds of tests have threads that wake up all the time."""
-    made: dict[Any, Any] = {}
-    real = dist.new_group
-
-    def new_group(ranks: list[int], timeout: timedelta, backend: str | None = None) -> Any:
-        key = (tuple(ranks), timeout, backend)
-        group = made.get(key)
-        if group is None or (group is not dist.GroupMember.NON_GROUP_MEMBER and not _is_open(group)):
-            group = made[key] = real(ranks, timeout=timeout, backend=backend)
-        return group
-
-    dist.new_group = new_group
-
-
-def _is_open(group: Any) -> bool:
-    return group in dist.distributed_c10d._world.pg_map
 
 
 def _answer(rank: int, world: int, message: bytes) -> bytes:
