@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
-RENEWED_AFTER = 30  # calls: the groups of every mesh that a test makes have threads that wake up all the time
 GRACE_S = 1.0  # how long the other ranks may still answer after one has failed
 
 
@@ -66,17 +65,21 @@ class RankTimeout(_Failure):
 
 
 class Pool:
-    """`world` spawned processes joined in a gloo group. Get one from `pool`, which keeps it for the next caller."""
+    """`world` spawned processes joined in a gloo group. Get one from `pool`, which keeps it for the next caller.
 
-    def __init__(self, world: int):
-        self.world, self.calls = world, 0
+    Args:
+        one_device: all their groups share a gloo device, see `_share_gloo_device`.
+    """
+
+    def __init__(self, world: int, one_device: bool = False):
+        self.world = world
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._open = True
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(world)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_worker, args=(rank, world, str(self._folder), theirs), daemon=True)
+            context.Process(target=_worker, args=(rank, world, str(self._folder), theirs, one_device), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         with self._killed_on_error():
@@ -200,11 +203,8 @@ def pool(world: int) -> Pool | InProcess:
     """The session's pool of `world` ranks, started when it is first asked for."""
     if world == 1:
         return InProcess()
-    if world in _pools and _pools[world].calls >= RENEWED_AFTER:
-        _pools[world].close(join_s=0.0)
     if world not in _pools:
-        _pools[world] = Pool(world)
-    _pools[world].calls += 1
+        _pools[world] = Pool(world, one_device=True)
     return _pools[world]
 
 
@@ -234,11 +234,13 @@ def _raise_unless_ok(outcomes: Sequence[Outcome]) -> None:
         raise RankError(outcomes)
 
 
-def _worker(rank: int, world: int, folder: str, connection: Connection) -> None:
+def _worker(rank: int, world: int, folder: str, connection: Connection, one_device: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent kills us; our traceback would only be noise
     faulthandler.register(signal.SIGUSR1, file=os.open(f"{folder}/stack-{rank}", os.O_CREAT | os.O_WRONLY))
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    if one_device:
+        _share_gloo_device()
     if world > 1:
         rendezvous, limit = f"file://{folder}/rendezvous", timedelta(seconds=GROUP_TIMEOUT_S)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
@@ -248,6 +250,25 @@ def _worker(rank: int, world: int, folder: str, connection: Connection) -> None:
             connection.send_bytes(_answer(rank, world, connection.recv_bytes()))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _share_gloo_device() -> None:
+    """One gloo device for all groups of this process.
+
+    Each device has a thread that wakes up a hundred times a second. A pool sees hundreds of meshes with several groups
+    each, and with a device for each group, as is usual, its idle processes would take half of the machine.
+    """
+    c10d = dist.distributed_c10d
+    usual = c10d.ProcessGroupGloo
+    device = usual.create_default_device()
+
+    class OnOneDevice(usual):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+            options = usual._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnOneDevice
 
 
 def _answer(rank: int, world: int, message: bytes) -> bytes:
