@@ -11,7 +11,7 @@ from typing import Any, final
 import safetensors.torch
 import torch
 
-from funzero.checkpoint import disk
+from funzero.checkpoint import disk, manifest
 
 
 @final
@@ -143,11 +143,11 @@ def safetensors_shapes(file: Path) -> dict[str, torch.Tensor]:
     with _opened(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
         for name, found in slices.items():
-            if found.get_dtype() not in disk.DTYPES:
+            if found.get_dtype() not in manifest.DTYPES:
                 raise ValueError(
-                    f"{file}: {name} has dtype {found.get_dtype()}; torch tensors have {list(disk.DTYPES)}"
+                    f"{file}: {name} has dtype {found.get_dtype()}; torch tensors have {list(manifest.DTYPES)}"
                 )
-        return {name: meta(x.get_shape(), disk.DTYPES[x.get_dtype()]) for name, x in slices.items()}
+        return {name: meta(x.get_shape(), manifest.DTYPES[x.get_dtype()]) for name, x in slices.items()}
 
 
 def read_safetensors(file: Path, name: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funzero.checkpoint import disk, files
+from funzero.checkpoint import files, manifest
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".bin.index.json")
@@ -93,8 +93,8 @@ def _host_copy(name: str, leaf: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"{name}: expected a tensor, got {type(leaf).__name__}")
     if name == "__metadata__":
         raise ValueError(f"{name}: safetensors keeps this name for itself; rename the leaf")
-    if leaf.dtype not in disk.DTYPES.values():
-        raise ValueError(f"{name}: safetensors has no {leaf.dtype}; convert it to one of {list(disk.DTYPES)}")
+    if leaf.dtype not in manifest.DTYPES.values():
+        raise ValueError(f"{name}: safetensors has no {leaf.dtype}; convert it to one of {list(manifest.DTYPES)}")
     if leaf.device.type == "meta":
         raise ValueError(f"{name}: expected values, got a meta tensor; give the params themselves")
     return leaf.detach().to("cpu", copy=True).contiguous()  # a copy, as leaves that share memory are refused

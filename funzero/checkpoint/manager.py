@@ -10,19 +10,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from funzero.checkpoint import contents
 from funzero.checkpoint import save as saving
+from funzero.checkpoint.agree import on_all
 from funzero.checkpoint.manifest import MANIFEST, read_manifest
 from funzero.checkpoint.restore import restore
 from funzero.core.errors import CheckpointError
 from funzero.core.mesh import Mesh
 from funzero.core.state import TrainState
 
-T = TypeVar("T")
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFT = re.compile(r"\.(step-[0-9]{8,})\.[0-9a-f]{8}\.tmp(\.old)?")
 
@@ -91,10 +91,16 @@ class CheckpointManager:
         return next(reversed(self._by_age()), None)
 
     def _by_age(self) -> list[int]:
+        """Steps in the order in which they were saved, as the manifests say: times of files change when they are copied."""
         ages = []
         for step in self.steps():
+            path = self.path(step)
             with contextlib.suppress(FileNotFoundError):  # removed by the first rank in this moment
-                ages.append(((self.path(step) / MANIFEST).stat().st_mtime_ns, step))
+                try:
+                    saved = read_manifest(path).saved
+                except CheckpointError:  # it keeps its place, so that a restore says that it is damaged
+                    saved = (path / MANIFEST).stat().st_mtime
+                ages.append((saved, step))
         return [step for _, step in sorted(ages)]
 
     def best_step(self) -> int | None:
@@ -132,7 +138,7 @@ class CheckpointManager:
         """
         self.wait()
         path, mesh = self.path(int(state.step)), contents.specs_of(state).mesh
-        numbers = _on_all(mesh, lambda: {k: float(v) for k, v in (metrics or {}).items()})
+        numbers = on_all(mesh, lambda: {k: float(v) for k, v in (metrics or {}).items()})
         draft = saving.begin(path, mesh, extra, overwrite, clean=self._clean_up)
         self._last_step = int(state.step)
         self._job, self._last_save = saving.Job(draft, overwrite, after=self.prune), time.monotonic()
@@ -156,7 +162,7 @@ class CheckpointManager:
         return restore(self.path(self._chosen(step, contents.specs_of(like).mesh)), like, **options)
 
     def _chosen(self, step: int | None, mesh: Mesh | None) -> int:
-        found = step if step is not None else self.latest() if mesh is None else _on_all(mesh, self.latest)
+        found = step if step is not None else self.latest() if mesh is None else on_all(mesh, self.latest)
         if mesh is not None:  # what the first rank sees, should a file system show it to the others later
             text = mesh.exchange_text("" if found is None else str(found))[0]
             found = int(text) if text else None
@@ -184,7 +190,7 @@ class CheckpointManager:
         stop = bool(flags[:, 0].any())
         due = self._every_steps is not None and step % self._every_steps == 0 and step != self._last_step
         if stop or due or bool(flags[0, 1]):
-            made = _on_all(mesh, extra) if callable(extra) else extra
+            made = on_all(mesh, extra) if callable(extra) else extra
             earlier = self._failure() if stop else None  # it must not keep this save from being made
             self.save(state, metrics=metrics, extra=made, overwrite=True)
             if stop:
@@ -247,14 +253,3 @@ class CheckpointManager:
             os.rename(path, hidden)
             shutil.rmtree(hidden)
         return gone
-
-
-def _on_all(mesh: Mesh, make: Callable[[], T]) -> T:
-    """What `make` gives; if it raises on one rank, all raise. A collective call."""
-    error: Exception | None = None
-    try:
-        made = make()
-    except Exception as found:
-        error = found
-    saving.agree(mesh, error)
-    return made

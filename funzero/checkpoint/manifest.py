@@ -95,7 +95,8 @@ class Manifest(_Model):
     """A checkpoint, without its values.
 
     Attributes:
-        funzero: version that wrote it. mesh: the ranks that did, for people. step: applied updates.
+        funzero: version that wrote it. mesh: the ranks that did, for people. step: applied updates. saved: when, in
+            seconds since 1970.
         leaves: by path. nodes: {path: kind} of the containers. left_out: paths of frozen params that were not saved.
         extra: the user's JSON. metrics: numbers by which a manager may judge.
     """
@@ -104,6 +105,7 @@ class Manifest(_Model):
     funzero: str
     mesh: str
     step: Count
+    saved: float
     leaves: dict[str, Leaf]
     nodes: dict[str, str]
     left_out: tuple[str, ...]

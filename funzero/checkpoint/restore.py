@@ -10,8 +10,8 @@ from typing import Any, Literal, overload
 import torch
 
 from funzero.checkpoint import contents, disk
+from funzero.checkpoint.agree import agree
 from funzero.checkpoint.manifest import Leaf, Manifest, Piece, Span, read_manifest
-from funzero.checkpoint.save import agree
 from funzero.core import tree as tree_lib
 from funzero.core.spec import Layout, Spec
 from funzero.core.state import StateSpecs, TrainState

@@ -6,7 +6,6 @@ crash before the rename leaves a folder that no reader looks at, and the next sa
 each other through these files and not through collectives, so the same steps serve a save in the background.
 """
 
-import builtins
 import contextlib
 import dataclasses
 import json
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from funzero.checkpoint import contents, disk
+from funzero.checkpoint.agree import agree
 from funzero.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -36,7 +36,6 @@ from funzero.checkpoint.manifest import (
     read_part,
 )
 from funzero.checkpoint.shares import Share, shares
-from funzero.core.errors import CheckpointError
 from funzero.core.mesh import Mesh
 from funzero.core.spec import Layout
 from funzero.core.state import Accumulator, TrainState
@@ -163,24 +162,6 @@ class Job:
             raise
 
 
-def agree(mesh: Mesh, error: Exception | None) -> None:
-    """Raises an error that any rank met on all of them: on that rank as it is, on the others as one of the same kind."""
-    texts = mesh.exchange_text("" if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text:
-            raise _error_of(text.partition(":")[0], f"rank {rank}: {text}")
-
-
-def _error_of(name: str, text: str) -> Exception:
-    """An error of the kind of that name, if there is one that takes a text."""
-    kind = CheckpointError if name == CheckpointError.__name__ else getattr(builtins, name, RuntimeError)
-    if issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
-        return kind(text)
-    return RuntimeError(text)
-
-
 def begin(path: Path, mesh: Mesh, extra: Any, overwrite: bool, clean: Callable[[], None] | None = None) -> Draft:
     """Makes the temporary folder. A collective call.
 
@@ -255,6 +236,7 @@ def take(
         funzero=__version__,
         mesh=specs.mesh.describe(),
         step=int(state.step),
+        saved=time.time(),
         leaves={x.path: Leaf(dtype=dtype_name(x.dtype), shape=x.shape, layout=x.columns()[2]) for x in layouts},
         nodes=contents.nodes(state),
         left_out=tuple(sorted(left_out)),

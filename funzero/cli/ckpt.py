@@ -68,7 +68,7 @@ def _ls(args: argparse.Namespace) -> None:
         except CheckpointError as error:
             rows.append((folder.name, "damaged", "", "", "", str(error)))
             continue
-        when = datetime.datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        when = datetime.datetime.fromtimestamp(manifest.saved).strftime("%Y-%m-%d %H:%M")
         metrics = " ".join(f"{k}={v:.4g}" for k, v in manifest.metrics.items())
         rows.append((folder.name, f"step {manifest.step}", _size(_bytes(manifest)), manifest.mesh, when, metrics))
     left = [(x.name, "left over by a save that was cut short") for x in sorted(args.folder.glob(".*.tmp*"))]

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from funzero.checkpoint import dcp as ours
-from funzero.checkpoint import disk, files
+from funzero.checkpoint import files, manifest
 from funzero.checkpoint.dcp import export_dcp, import_dcp
 from tests.ranks import pool
 
-DTYPES = [*disk.DTYPES.values(), torch.complex128]
+DTYPES = [*manifest.DTYPES.values(), torch.complex128]
 LEAVES = {f"params/{dtype}": torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for dtype in DTYPES}
 LEAVES |= {"nan": torch.tensor([float("nan"), -0.0]), "scalar": torch.tensor(3.5, dtype=torch.bfloat16)}
 LEAVES |= {"empty": torch.zeros(0, 4), "a.b": torch.arange(7), "cut": torch.arange(12.0).view(3, 4).t()[1:]}

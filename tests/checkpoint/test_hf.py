@@ -10,11 +10,13 @@ import safetensors.torch
 import torch
 
 import funzero as fz
-from funzero.checkpoint import disk, files
+from funzero.checkpoint import files, manifest
 from funzero.checkpoint.hf import INDEX, SINGLE, export_hf, import_hf
 
 LEAVES = {
-    f"{name}.{dtype}": torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype) for name in "a" for dtype in disk.DTYPES.values()
+    f"{name}.{dtype}": torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    for name in "a"
+    for dtype in manifest.DTYPES.values()
 }
 LEAVES |= {"nan": torch.tensor([float("nan"), -0.0]), "scalar": torch.tensor(3.5, dtype=torch.bfloat16)}
 LEAVES |= {"empty": torch.zeros(0, 4), "slashed/100%": torch.arange(7), "cut": torch.arange(12.0).view(3, 4).t()[1:]}

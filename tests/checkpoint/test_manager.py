@@ -230,3 +230,15 @@ def test_a_step_that_does_not_move_is_saved_once(tmp_path):
     for _ in range(3):  # skipped steps
         manager.after_step(state_at(2), extra=lambda: made.append(1))
     assert len(made) == 1 and manager.steps() == [2]
+
+
+def test_the_order_survives_a_copy_that_changes_the_times_of_files(tmp_path):
+    manager = fz.CheckpointManager(tmp_path, background=False)
+    for step in (1, 2, 3):
+        manager.save(state_at(step))
+    for age, step in enumerate((3, 1, 2)):
+        os.utime(manager.path(step) / "manifest.json", (age, age))
+    assert manager.latest() == 3
+    (manager.path(3) / "manifest.json").write_text("{}")
+    with pytest.raises(fz.CheckpointError, match=r"step-00000003.*damaged"):
+        manager.restore(state_at(0))
