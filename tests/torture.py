@@ -79,8 +79,12 @@ def victim(root: Path, background: bool, phase: mmap.mmap) -> None:
             time.sleep(0.005)  # a step of training
 
 
-def kill_one(root: Path, background: bool, draw: random.Random, in_write: bool) -> bool:
-    """Kills a run of saves; whether it was between the first write and the rename."""
+def kill_one(root: Path, background: bool, draw: random.Random, save_time: float | None) -> bool:
+    """Kills a run of saves; whether it was between the first write and the rename.
+
+    With `save_time` (seconds) it waits for a first write and kills within about one such time of it; without, at any
+    moment.
+    """
     phase = mmap.mmap(-1, 1)
     child = os.fork()
     if child == 0:
@@ -89,24 +93,31 @@ def kill_one(root: Path, background: bool, draw: random.Random, in_write: bool) 
         os._exit(1)
     time.sleep(draw.uniform(0, 0.3))
     until = time.monotonic() + 10
-    while in_write and phase[0] != WRITING and time.monotonic() < until:
+    while save_time is not None and phase[0] != WRITING and time.monotonic() < until:
         pass
-    time.sleep(draw.uniform(0, 0.05))
+    time.sleep(draw.uniform(0, 0.05 if save_time is None else save_time))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), f"the victim ended by itself: {status}"
     return phase[0] == WRITING
 
 
-def kills(count: int, seed: int = 0) -> tuple[int, int]:
-    """(kills, how many of them hit a save between its first write and the rename)."""
+def kills(count: int, until_hits: int | None = None, seed: int = 0) -> tuple[int, int]:
+    """(kills, how many of them hit a save between its first write and the rename), at most `count` kills.
+
+    With `until_hits` it ends after so many hits: how many kills that takes depends on the disk.
+    """
     draw, hits, saved = random.Random(seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         manager = fz.CheckpointManager(root, keep=2, background=False)
         manager.save(filled(0))
-        for i in range(count):
-            hits += kill_one(root, i % 2 == 0, draw, in_write=i % 10 != 9)
+        for done in range(count):
+            begin = time.monotonic()
+            manager.save(filled(saved + 1))
+            took = time.monotonic() - begin
+            saved += 1
+            hits += kill_one(root, done % 2 == 0, draw, None if done % 10 == 9 else took)
             step = check(manager)
             assert step >= saved, f"the latest went back from {saved} to {step}"
             manager.save(filled(step + 1))
@@ -114,6 +125,8 @@ def kills(count: int, seed: int = 0) -> tuple[int, int]:
             assert saved == step + 1
             left = sorted(x.name for x in root.iterdir())
             assert left == [f"step-{s:08d}" for s in manager.steps()] and len(left) == 2, f"left-overs: {left}"
+            if hits == until_hits:
+                return done + 1, hits
     return count, hits
 
 
