@@ -82,7 +82,7 @@ def victim(root: Path, background: bool, phase: mmap.mmap) -> None:
 def kill_one(root: Path, background: bool, draw: random.Random, save_time: float | None) -> bool:
     """Kills a run of saves; whether it was between the first write and the rename.
 
-    With `save_time` (seconds) it waits for a first write and kills within about one such time of it; without, at any
+    With `save_time` (seconds) it waits for a first write and kills within half of such a time of it; without, at any
     moment.
     """
     phase = mmap.mmap(-1, 1)
@@ -95,7 +95,7 @@ def kill_one(root: Path, background: bool, draw: random.Random, save_time: float
     until = time.monotonic() + 10
     while save_time is not None and phase[0] != WRITING and time.monotonic() < until:
         pass
-    time.sleep(draw.uniform(0, 0.05 if save_time is None else save_time))
+    time.sleep(draw.uniform(0, 0.05 if save_time is None else save_time / 2))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), f"the victim ended by itself: {status}"
