@@ -9,7 +9,6 @@ from torch import nn
 
 import funzero as fz
 from funzero.cli.corpus import load_corpus, sample_rows
-from funzero.cli.interrupt import Interrupt
 
 ROWS, CONTEXT = 8, 128  # of a step, over all ranks
 
@@ -45,17 +44,16 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def setup(mesh, model, *, steps, stage=3, seed=0, resume=None):
+def setup(mesh, model, checkpoints, *, steps, stage=3, seed=0):
     def loss_fn(params, batch):  # pure; a sum and its count, so that batches of any size mix
-        logits = fz.functional_call(model, params, batch["tokens"])
-        return fz.Loss(*fz.losses.cross_entropy(logits, batch["labels"]))
+        return fz.Loss(*fz.losses.cross_entropy(fz.functional_call(model, params, batch["tokens"]), batch["labels"]))
 
     schedule = fz.schedules.warmup_cosine(4e-3, warmup=min(40, steps // 4), total=steps, end=2e-4)
     tx = fz.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=lambda p: fz.tree.map(lambda x: x.dim() >= 2, p))
     params, _ = fz.split_module(model)
     specs = fz.zero_specs(fz.eval_shape(params), tx, mesh, stage=stage)
     state = fz.init_state(params, tx, key=seed, specs=specs)
-    state = fz.restore(resume, like=state) if resume else state
+    state = state if checkpoints.latest() is None else checkpoints.restore(state)
     return loss_fn, fz.make_step(loss_fn, tx, specs=specs, max_norm=1.0), state
 
 
@@ -68,12 +66,14 @@ def train(mesh, step, state, text, *, steps, seed=0):
 
 if __name__ == "__main__":
     mesh, steps = fz.make_mesh(dp=-1), int(sys.argv[1]) if len(sys.argv) > 1 else 300
-    stop = Interrupt(mesh)
+    checkpoints = fz.CheckpointManager("runs/gpt", every_steps=100)  # a run that was stopped goes on from the latest
     torch.manual_seed(0)
-    _, step, first = setup(mesh, GPT(), steps=steps)
-    for state, metrics in train(mesh, step, first, load_corpus().train, steps=steps):
-        if mesh.rank == 0 and metrics.step % 20 == 0:
-            print(f"step {metrics.step}  {metrics.loss / math.log(2):.3f} bits per byte", flush=True)
-        if stop.agreed() or metrics.step == steps:
-            fz.save("runs/gpt", state, overwrite=True)
-            break
+    _, step, first = setup(mesh, GPT(), checkpoints, steps=steps)
+    with checkpoints.on_signal():  # Ctrl-C, or the SIGTERM of a cluster: saves after the step that runs
+        for state, metrics in train(mesh, step, first, load_corpus().train, steps=steps):
+            if mesh.rank == 0 and metrics.step % 20 == 0:
+                print(f"step {metrics.step}  {metrics.loss / math.log(2):.3f} bits per byte", flush=True)
+            if checkpoints.after_step(state, last=bool(metrics.step == steps)):
+                break
+    if mesh.rank == 0:
+        print(f"step {checkpoints.latest()} is the latest checkpoint in {checkpoints.root}")

@@ -176,20 +176,23 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, float] | None = None,
         extra: Callable[[], Any] | Any = None,
+        last: bool = False,
     ) -> bool:
-        """To be called between two steps: saves if it is time, or if a signal asked for it on any rank.
+        """To be called between two steps: saves if it is time, or if a stop was asked for on any rank.
 
         Args:
             extra: as for `save`, or a function that makes it, called only if something is saved.
+            last: the run ends with this step: save it in any case, and wait until it is on disk.
 
-        Returns: True if the run should end: a signal came, and the state is on disk.
+        Returns: True if the run should end: a stop was asked for, and the state is on disk.
         """
         mesh, step = contents.specs_of(state).mesh, int(state.step)
         late = self._every_s is not None and time.monotonic() - self._last_save >= self._every_s
         flags = mesh.gather_host(torch.tensor([self._asked, late], dtype=torch.uint8))
         stop = bool(flags[:, 0].any())
-        due = self._every_steps is not None and step % self._every_steps == 0 and step != self._last_step
-        if stop or due or bool(flags[0, 1]):
+        self._asked = self._asked and not stop  # one request, one stop
+        due = last or (self._every_steps is not None and step % self._every_steps == 0)
+        if stop or (due and step != self._last_step) or bool(flags[0, 1]):
             made = on_all(mesh, extra) if callable(extra) else extra
             earlier = self._failure() if stop else None  # it must not keep this save from being made
             self.save(state, metrics=metrics, extra=made, overwrite=True)
@@ -197,7 +200,17 @@ class CheckpointManager:
                 self.wait()
             if earlier is not None:
                 raise earlier
+        if last:
+            self.wait()
         return stop
+
+    def request_stop(self) -> None:
+        """Asks for a save and a stop after the step that runs, as a signal does; enough on one rank."""
+        self._asked = True
+
+    def stop_requested(self, mesh: Mesh) -> bool:
+        """Whether a stop was asked for on any rank: for loops that have nothing to save. A collective call."""
+        return bool(mesh.gather_host(torch.tensor([self._asked], dtype=torch.uint8)).any())
 
     def _failure(self) -> OSError | None:
         """What went wrong with the last save, on all ranks; waits for its end."""
@@ -217,11 +230,10 @@ class CheckpointManager:
         before = {n: signal.getsignal(n) for n in chosen}
 
         def ask(number: int, frame: Any) -> None:
-            self._asked = True
+            self.request_stop()
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        self._asked = False
         for number in chosen:
             signal.signal(number, ask)
         try:
@@ -247,9 +259,13 @@ class CheckpointManager:
         stay |= {s for s in steps if self._keep_every is not None and s % self._keep_every == 0}
         gone = [s for s in steps if s not in stay]
         for step in () if dry_run else gone:
-            path = self.path(step)
-            # Its name goes first, since a name means complete.
-            hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-            os.rename(path, hidden)
-            shutil.rmtree(hidden)
+            self.delete(step)
         return gone
+
+    def delete(self, step: int) -> None:
+        """Removes the checkpoint of a step. Not a collective call."""
+        path = self.path(step)
+        # Its name goes first, since a name means complete.
+        hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)

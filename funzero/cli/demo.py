@@ -24,11 +24,10 @@ import torch
 from rich.console import Console
 
 import funzero as fz
-from funzero.cli import run_folder
+from funzero.cli import INTERRUPTED, run_folder
 from funzero.cli.baselines import baselines
 from funzero.cli.corpus import Corpus, load_corpus
 from funzero.cli.demo_worker import ESTIMATE_FROM, load_example
-from funzero.cli.interrupt import INTERRUPTED
 from funzero.cli.report import clock, loss_curve, verdict_table
 
 DEFAULTS = {"ranks": 2, "stage": 3, "steps": 2400, "device": "auto", "seed": 0}
@@ -40,7 +39,7 @@ SHOW_CURSOR = "\x1b[?25h"
 def run(args: argparse.Namespace) -> int:
     """Trains, scores and reports as the parsed command line says; returns the exit code."""
     out = Path(args.out)
-    if args.resume and not run_folder.checkpoints(out):
+    if args.resume and run_folder.checkpoints(out).latest() is None:
         raise ValueError(f"--resume: there is no checkpoint in {out}; start without --resume, or name a run by --out")
     with run_folder.locked(out):
         return _run(out, args)
@@ -63,7 +62,7 @@ def _run(out: Path, args: argparse.Namespace) -> int:
         run_folder.start_afresh(out)
     else:
         run_folder.clean_up(out)
-    start = run_folder.step_of(run_folder.checkpoints(out)[-1]) if args.resume else 0
+    start = (run_folder.checkpoints(out).latest() or 0) if args.resume else 0
     run_folder.forget_after(out, start)
     run_folder.write_json(out / run_folder.CONFIG, config)
     source = f"Python {platform.python_version()}'s own standard library" if root == stdlib else str(root)
@@ -183,14 +182,14 @@ def _kill(process: subprocess.Popen[bytes], pids: set[int], all_known: bool) -> 
 
 def _say_how_to_go_on(out: Path, quits: bool) -> None:
     found = run_folder.checkpoints(out)
-    if not found:
+    if (step := found.latest()) is None:
         print("Stopped before there was anything to save")
         return
     python = Path(sys.executable)
     shown = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else "python"
     where = "" if out == Path("runs/demo") else f" --out {out}"
     did = "Quit at once; the last checkpoint is" if quits else "Stopped; saved"
-    print(f"{did} {found[-1]}. To go on from it: {shown} -m funzero demo --resume{where}")
+    print(f"{did} {found.path(step)}. To go on from it: {shown} -m funzero demo --resume{where}")
 
 
 def _in_background(fn: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -239,8 +238,7 @@ def _report(out: Path, config: dict[str, Any], result: dict[str, Any], levels: F
     )
     console.print(verdict_table(result["heldout_bits"], bits, name="this GPT"))
     print(f"What it writes:\n\n{result['sample'].rstrip()}\n")
-    written = ", ".join(
-        [run_folder.CONFIG, run_folder.METRICS, run_folder.CURVE, *(x.name for x in run_folder.checkpoints(out))]
-    )
-    print(f"In {out}: {written}")
+    found = run_folder.checkpoints(out)
+    saved = (found.path(step).name for step in found.steps())
+    print(f"In {out}: {', '.join([run_folder.CONFIG, run_folder.METRICS, run_folder.CURVE, *saved])}")
     return 0

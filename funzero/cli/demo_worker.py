@@ -23,11 +23,9 @@ from rich.console import Console
 import funzero as fz
 from funzero.cli import run_folder
 from funzero.cli.corpus import heldout_rows, load_corpus
-from funzero.cli.interrupt import Interrupt
 from funzero.cli.report import Progress, clock
 from funzero.core import comm
 
-SAVE_EVERY, KEEP = 500, 2
 ESTIMATE_FROM, SETTLING = 20, 5  # steps; the first ones of a process are slower
 RATE_OVER = 50  # steps
 SCORED_ROWS = 256  # of a rank at a time
@@ -49,18 +47,26 @@ def load_example() -> ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What the parts of a rank share: folder, its config, mesh, the agreed stop (a collective call), a console."""
+    """What the parts of a rank share: folder, its config, its checkpoints, mesh, the launcher's pid, a console."""
 
     out: Path
     config: dict[str, Any]
+    checkpoints: fz.CheckpointManager
     mesh: fz.Mesh
-    stops: Callable[[], bool]
+    launcher: int
     console: Console
 
     @property
     def first(self) -> bool:
         """Whether this rank is the one that writes."""
         return self.mesh.rank == 0
+
+    def look_after_launcher(self) -> None:
+        """Asks for a stop if the launcher is gone."""
+        try:
+            os.kill(self.launcher, 0)
+        except (ProcessLookupError, PermissionError):  # no such process, or the number is someone else's now
+            self.checkpoints.request_stop()
 
 
 def main() -> None:
@@ -70,21 +76,13 @@ def main() -> None:
     parser.add_argument("--launcher", type=int, required=True, help="pid; the ranks save and stop when it is gone")
     args = parser.parse_args()
     config, mesh = run_folder.read_json(args.out / run_folder.CONFIG), fz.make_mesh(dp=-1)
-    interrupt = Interrupt(mesh)
-    # The launcher sends signals to the processes named here, so the handlers must stand before.
-    run_folder.write_json(args.out / run_folder.RANKS / str(mesh.rank), os.getpid())
     console = Console(quiet=mesh.rank != 0)
-    run = Run(args.out, config, mesh, lambda: interrupt.agreed(not _lives(args.launcher)), console)
-    _run(run, load_example())
+    run = Run(args.out, config, run_folder.checkpoints(args.out), mesh, args.launcher, console)
+    with run.checkpoints.on_signal():
+        # The launcher sends signals to the processes named here, so the handlers must stand before.
+        run_folder.write_json(args.out / run_folder.RANKS / str(mesh.rank), os.getpid())
+        _run(run, load_example())
     comm.finalize()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):  # no such process any more, or the number is someone else's now
-        return False
-    return True
 
 
 def _run(run: Run, example: ModuleType) -> None:
@@ -92,9 +90,8 @@ def _run(run: Run, example: ModuleType) -> None:
     corpus = load_corpus(config["data"]["root"])
     torch.manual_seed(config["seed"])
     model = example.GPT(**config["model"])
-    resume = next(reversed(run_folder.checkpoints(run.out)), None)
     given = {"steps": config["steps"], "seed": config["seed"]}
-    loss_fn, step, state = example.setup(mesh, model, stage=config["stage"], resume=resume, **given)
+    loss_fn, step, state = example.setup(mesh, model, run.checkpoints, stage=config["stage"], **given)
     start, began = int(state.step), time.perf_counter()
     state, stopped = train(run, state, example.train(mesh, step, state, corpus.train, **given))
     if stopped:
@@ -120,7 +117,6 @@ def train(
 ) -> tuple[fz.TrainState, bool]:
     """Goes through the updates, logs and saves; (last state, whether it was stopped before the end of the run)."""
     steps, start = run.config["steps"], int(state.step)
-    saved = start if start else None
     with contextlib.ExitStack() as stack:
         show = _nothing
         if run.first and start < steps:
@@ -129,15 +125,9 @@ def train(
         for state, metrics in updates:
             at = int(metrics.step)
             show(at, metrics)
-            stopped = run.stops()
-            if stopped:
-                run.console.print(f"Stopping after step {at}, saving a checkpoint")
-            if at != saved and (stopped or at % SAVE_EVERY == 0 or at == steps):
-                fz.save(run_folder.checkpoint(run.out, at), state)
-                saved = at
-                if run.first:
-                    run_folder.keep_last(run.out, KEEP)
-            if stopped:
+            run.look_after_launcher()
+            if run.checkpoints.after_step(state, metrics={"loss": float(metrics.loss)}, last=at == steps):
+                run.console.print(f"Stopping after step {at}, which is saved")
                 return state, True
     return state, False
 
@@ -181,7 +171,8 @@ def score(
     pieces = list(zip(tokens.split(SCORED_ROWS), labels.split(SCORED_ROWS), strict=True))
     nats = count = 0.0
     for first in range(0, len(pieces), run.mesh.world):
-        if run.stops():
+        run.look_after_launcher()
+        if run.checkpoints.stop_requested(run.mesh):
             return None
         batch: Any = fz.data.EMPTY
         if (mine := first + run.mesh.rank) < len(pieces):

@@ -8,8 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
-from funzero.cli import ckpt
-from funzero.cli.interrupt import INTERRUPTED
+from funzero.cli import INTERRUPTED, ckpt
 from funzero.core.errors import CheckpointError
 
 NEEDED = {"demo": ("rich", "matplotlib"), "ckpt": ()}

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from funzero.checkpoint.manifest import MANIFEST
+import funzero as fz
 
 CONFIG, METRICS, RESULT, CURVE, LOG, BASELINES = (
     "config.json", "metrics.jsonl", "result.json", "loss.png", "stderr.log", "baselines.json",
 )  # fmt: skip
 RANKS = ".ranks"
+SAVE_EVERY, KEEP = 500, 2  # steps, checkpoints
 FIXED = ("model", "seed", "steps", "data")
 """The parts of a config that a resumed run must share; ranks, stage and device may change."""
 
@@ -33,33 +34,9 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(draft, path)
 
 
-def checkpoint(out: Path, step: int) -> Path:
-    """The name of the checkpoint after `step` steps."""
-    return out / f"step-{step:06d}"
-
-
-def checkpoints(out: Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in out.glob(f"step-[0-9]*/{MANIFEST}"))
-
-
-def keep_last(out: Path, count: int) -> None:
-    """Removes all checkpoints but the last `count`."""
-    found = checkpoints(out)
-    for path in found[: len(found) - count]:
-        _remove(path)
-
-
-def _remove(checkpoint: Path) -> None:
-    # Its name goes first: a folder under that name is a complete checkpoint.
-    hidden = checkpoint.with_name(f".{checkpoint.name}-removed")
-    os.rename(checkpoint, hidden)
-    shutil.rmtree(hidden)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step-"))
+def checkpoints(out: Path) -> fz.CheckpointManager:
+    """The checkpoints of a run."""
+    return fz.CheckpointManager(out, keep=KEEP, every_steps=SAVE_EVERY)
 
 
 def check_same_run(out: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -76,14 +53,14 @@ def start_afresh(out: Path) -> None:
     """Removes what an earlier run left in the folder, and nothing else; baselines stay."""
     for name in (CONFIG, METRICS, CURVE):
         (out / name).unlink(missing_ok=True)
-    keep_last(out, 0)
+    found = checkpoints(out)
+    for step in found.steps():
+        found.delete(step)
     clean_up(out)
 
 
 def clean_up(out: Path) -> None:
-    """Removes what a run that was killed may have left half done, and the last result."""
-    for path in out.glob(".step-*"):
-        shutil.rmtree(path)
+    """Removes the last result and the list of ranks."""
     shutil.rmtree(out / RANKS, ignore_errors=True)
     (out / RANKS).mkdir()
     (out / RESULT).unlink(missing_ok=True)

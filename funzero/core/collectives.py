@@ -18,6 +18,7 @@ from funzero.core.mesh import Mesh
 from funzero.core.spec import Layout
 
 BUNDLE_BYTES = 64 * 1024
+SUM_BYTES = 64 * 1024 * 1024
 Indices = npt.NDArray[np.int32]
 
 
@@ -36,13 +37,20 @@ def tree_sum(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def all_sum(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:
-    """The sum of `x` over the ranks of `axes`, in a fixed tree, equal on all of them; for small tensors."""
-    if mesh.size(axes) == 1:
+    """The sum of `x` over the ranks of `axes`, in a fixed tree, equal on all of them.
+
+    A rank sees the values of all others: for small tensors. A large one goes in slices, within `SUM_BYTES` of memory.
+    """
+    world = mesh.size(axes)
+    if world == 1:
         return x
     flat = x.contiguous().view(-1)
-    rows = flat.new_empty(mesh.size(axes) * flat.numel())
-    comm.all_gather_equal(rows, flat, mesh.group(axes)).wait()
-    return tree_sum(list(rows.view(mesh.size(axes), -1))).view(x.shape)
+    out = torch.empty_like(flat)
+    for mine, total in zip(*(t.split(max(1, SUM_BYTES // (world * x.itemsize))) for t in (flat, out)), strict=True):
+        rows = mine.new_empty(world * mine.numel())
+        comm.all_gather_equal(rows, mine, mesh.group(axes)).wait()
+        total.copy_(tree_sum(list(rows.view(world, -1))))
+    return out.view(x.shape)
 
 
 def all_max(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:

@@ -3,11 +3,17 @@
 [Note: a dead mesh] A rank that raises between collectives would leave its peers waiting. `Comm.fail` writes the cause to
 the store and closes this rank's groups; the peers' pending operations then fail at once, and `Comm.cause` turns their
 failure into the first cause. After that every use of the mesh raises.
+
+[Note: the end of a process] A thread of gloo lets go of the tensors of a collective after whoever waited for it goes on.
+If the interpreter is ending by then, the thread cannot have its lock, and the process aborts, in one of ten runs. So
+groups are closed, which waits for their threads, before the interpreter ends.
 """
 
+import atexit
 import datetime
 import os
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -18,6 +24,7 @@ from funzero.core.errors import MeshError
 
 Work = Any
 ANSWER_S = 5.0
+_open: "weakref.WeakSet[Comm]" = weakref.WeakSet()
 _all_gather = _compat.first_of(dist, "all_gather_single", "all_gather_into_tensor")
 
 
@@ -48,6 +55,7 @@ def join(timeout_s: float) -> int:
             torch.accelerator.set_device_index(device.index)
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        atexit.register(_finalize_in, os.getpid())
     return dist.get_world_size()
 
 
@@ -80,6 +88,7 @@ class Comm:
             self.control = dist.new_group(list(range(world)), timeout=limit, backend="gloo")
             # The number of meshes made so far is the same on all ranks, so it names this one in the store.
             self.key = f"funzero/{(_compat.default_store(dist).add('funzero/meshes', 1) - 1) // world}"
+            _open.add(self)
 
     def gather_host(self, row: torch.Tensor) -> torch.Tensor:
         """All ranks' rows, [world, len(row)], through the CPU group; `row` is 1-D on the CPU."""
@@ -118,16 +127,24 @@ class Comm:
         except (RuntimeError, OSError):  # the store lived in a process that is gone
             first = f"a peer is gone; seen by {mine}"
         self.dead = first
-        self._leave()
+        self._leave(abort=True)
         local = first == mine and not _is_of_communication(error)
         return error if local else MeshError(f"the mesh is dead. First cause: {first}")
 
-    def _leave(self) -> None:
+    def close(self) -> None:
+        """Closes the groups at the end of a run; collectives that wait for a peer on the CPU are given up."""
+        self.dead = self.dead or "none: it was closed"
+        self._leave(abort=self.device.type == "cpu")  # an accelerator may still be at work for a peer
+
+    def _leave(self, abort: bool) -> None:
         """Closes this rank's connections, at which the peers' pending collectives fail; gloo knows no other way."""
-        for group in {*self.groups.values(), self.control}:
-            group.abort()
-            dist.destroy_process_group(group)
+        groups = {*self.groups.values(), self.control} - {None}
         self.groups, self.control = {}, None
+        while groups:
+            group = groups.pop()
+            if abort:
+                group.abort()
+            dist.destroy_process_group(group)
 
     def _roll_call(self, store: Any, error: str) -> str:
         """Who is gone or stalled: the ranks that do not answer within a few seconds."""
@@ -187,6 +204,14 @@ def group_ranks(group: Any) -> list[int]:
 
 
 def finalize() -> None:
-    """Leaves the default process group."""
+    """Closes all meshes and leaves the default process group."""
+    for comm in list(_open):
+        comm.close()
+    _open.clear()
     if is_initialized():
         dist.destroy_process_group()
+
+
+def _finalize_in(pid: int) -> None:
+    if os.getpid() == pid:  # a forked child shares the connections
+        finalize()

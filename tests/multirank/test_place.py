@@ -3,11 +3,13 @@
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import funzero as fz
+from funzero.core import collectives
 from tests.cases.training import assert_close, flat, mesh_of, same_bits
 from tests.ranks import pool
 
@@ -224,3 +226,24 @@ def test_messages_of_specs_made_by_hand():
         fz.shard({"w": torch.empty(12)}, specs)
     with pytest.raises(ValueError, match=r"other leaves than its specs; they differ at \['v', 'w'\]"):
         fz.gather({"v": torch.empty(6)}, specs)
+
+
+def run_sums(rank, world):
+    mesh = fz.make_mesh(dp=-1)
+    out = []
+    for n in (0, 1, 7, 1000):
+        leaf = torch.rand(n, generator=torch.Generator().manual_seed(rank)).view(-1, 1)
+        with mock.patch.object(collectives.comm, "all_gather_equal", wraps=collectives.comm.all_gather_equal) as gather:
+            whole = collectives.all_sum(leaf, mesh, ("dp",))
+            gather.reset_mock()
+            with mock.patch.object(collectives, "SUM_BYTES", 64):
+                sliced = collectives.all_sum(leaf, mesh, ("dp",))
+        out.append((leaf, (whole, sliced), max((call.args[0].nbytes for call in gather.call_args_list), default=0)))
+    return out
+
+
+def test_sums_in_slices_have_the_same_bits():
+    ranks = pool(3).run(run_sums)
+    for (a, totals, most), (b, _, _), (c, _, _) in zip(*ranks, strict=True):
+        assert all(torch.equal(x, (a + b) + c) and x.shape == a.shape for x in totals)
+        assert most <= 64

@@ -1,0 +1,37 @@
+"""The end of a script that never says that it ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit, os, sys
+
+def say(when):
+    names = (open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task"))
+    os.write(1, f"{when} {sum('gloo' in name for name in names) > 0}\\n".encode())
+
+atexit.register(say, "after")  # runs after all that is registered later
+import torch
+import funzero as fz
+
+mesh = fz.make_mesh(dp=-1)
+mesh.gather_host(torch.ones(2))
+say("before")
+if (child := os.fork()) == 0:
+    sys.exit()  # it shares the connections, and must not close them
+os.waitpid(child, 0)
+mesh.gather_host(torch.ones(2))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_the_threads_of_gloo_are_gone_before_the_interpreter_is(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *launcher, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    # "after" comes from two ranks and the child of each.
+    assert sorted(done.stdout.split("\n")) == ["", *["after False"] * 4, *["before True"] * 2]
