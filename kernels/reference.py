@@ -64,6 +64,9 @@ class Scale(NamedTuple):
     factor: float = 1.0
 
 
+UNSCALED = Scale()
+
+
 class Moment(NamedTuple):
     """A moment as it is kept.
 
@@ -110,7 +113,7 @@ class Leaf:
     draws: tuple[Draw, ...] = ()
 
 
-def update(leaves: Sequence[Leaf], rule: Rule, scale: Scale = Scale()) -> None:
+def update(leaves: Sequence[Leaf], rule: Rule, scale: Scale = UNSCALED) -> None:
     """One update of each leaf in place; see the module's docstring."""
     for leaf in leaves:
         _update(leaf, rule, scale)
