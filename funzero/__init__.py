@@ -70,7 +70,7 @@ from funzero.transforms.optim.schedule_free import (
 from funzero.transforms.optim.sgd import sgd
 from funzero.transforms.remat import keep, remat
 from funzero.transforms.update import apply_update, apply_updates, with_hyperparams
-from funzero.zero import zero_specs
+from funzero.zero import with_memory, zero_specs
 
 _compat.check_torch_version(_torch.__version__)
 
@@ -183,5 +183,6 @@ __all__ = [
     "trainable",
     "tree",
     "with_hyperparams",
+    "with_memory",
     "zero_specs",
 ]

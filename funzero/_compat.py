@@ -92,8 +92,3 @@ def default_store(distributed: Any) -> Any:
 def flatten_dense(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Contiguous tensors laid end to end; a single one comes back as a view."""
     return torch._C._nn.flatten_dense_tensors(tensors)
-
-
-def fused_adamw(params: Any, grads: Any, mu: Any, nu: Any, counts: Any, **hyperparams: Any) -> None:
-    """torch's fused AdamW, in place on lists of equal dtype; `counts` already hold this update's number."""
-    torch._fused_adamw_(params, grads, mu, nu, [], counts, amsgrad=False, maximize=False, **hyperparams)

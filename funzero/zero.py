@@ -5,6 +5,7 @@ References: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Tril
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from funzero.core import abstract
 from funzero.core import tree as tree_lib
 from funzero.core.mesh import Mesh
-from funzero.core.spec import P, Spec, Specs
+from funzero.core.spec import MEMORY_KINDS, Layout, P, Spec, Specs
 from funzero.core.state import StateSpecs
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
@@ -120,6 +121,40 @@ def zero_specs(
         grads=bound,
         buffers=Specs.bind(mesh, Spec(), abstract.eval_shape(buffers), "buffers"),
     )
+
+
+def with_memory(specs: StateSpecs, kinds: Mapping[str, str], *, folder: str | Path | None = None) -> StateSpecs:
+    """The same layout with other memories.
+
+    Args:
+        kinds: {glob of full paths within opt_state, such as "opt_state/**": "device", "host" or "disk"}; the last match
+            wins. Leaves without dims (counts, hyper-parameters) stay on the device.
+        folder: of what lives on disk; ranks and runs may share it, and it is made if it is not there. Default: a temporary
+            folder of each process, with a warning if that is in memory.
+
+    Raises ValueError for an unknown kind, and for a glob that matches no leaf of opt_state.
+
+    >>> import funzero as fz
+    >>> tx, mesh = fz.adamw(1e-3), fz.abstract_mesh(dp=2)
+    >>> specs = fz.zero_specs({"w": torch.empty(10, 4, device="meta")}, tx, mesh, stage=1)
+    >>> specs = with_memory(specs, {"opt_state/**": "disk", "opt_state/**/mu/**": "host"})
+    >>> [x.spec.memory for x in specs.opt_state.layouts if x.shape]
+    ['host', 'disk']
+    """
+    unknown = sorted(set(kinds.values()) - set(MEMORY_KINDS))
+    if unknown:
+        raise ValueError(f"with_memory: a memory is one of {MEMORY_KINDS}, got {unknown[0]!r}")
+    paths = [x.path for x in specs.opt_state.layouts]
+    hits = dict(zip(paths, tree_lib.match_globs(kinds, paths, "with_memory"), strict=True))
+    where = None if folder is None else str(Path(folder).resolve())
+
+    def moved(layout: Layout) -> Layout:
+        glob = hits[layout.path]
+        if glob is None or not layout.shape:
+            return layout
+        return layout.with_spec(memory=kinds[glob], folder=where if kinds[glob] == "disk" else None)
+
+    return dataclasses.replace(specs, opt_state=specs.opt_state.map(moved))
 
 
 def kept_shapes(shapes: Any, policy: Policy) -> Any:

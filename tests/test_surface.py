@@ -29,6 +29,7 @@ SIGNATURES = {
     "init_state": "params tx key specs buffers precision loss_scale trainable donate",
     "abstract_state": "params tx specs buffers precision loss_scale trainable",
     "zero_specs": "shapes tx mesh stage axis rules replicate persist_below trainable buffers precision",
+    "with_memory": "specs kinds folder",
     "make_mesh": "batch timeout_s axes",
     "make_eval": "loss_fn specs precision",
     "functional_call": "module params args buffers rng training kwargs",

@@ -63,6 +63,7 @@ class Spec:
         memory: `device`, `host` or `disk`.
         quantum: chunks are multiples of so many elements.
         unreduced: axes over which the global leaf is the sum of the ranks' values.
+        folder: of leaves on disk; not part of the layout, and ranks and runs may have different ones.
     """
 
     partition: P = P()
@@ -70,6 +71,7 @@ class Spec:
     memory: str = "device"
     quantum: int = 1
     unreduced: tuple[str, ...] = ()
+    folder: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.memory not in MEMORY_KINDS:

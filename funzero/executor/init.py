@@ -13,6 +13,7 @@ from funzero.core.mesh import local_mesh
 from funzero.core.spec import Layout, Specs
 from funzero.core.state import EMPTY_NODE, StateSpecs, TrainState
 from funzero.executor import place
+from funzero.executor.stores import store_of
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
 from funzero.transforms.loss_scale import as_scaling
@@ -190,6 +191,7 @@ def _place(tree: Any, specs: Specs, donate: bool) -> Any:
 def _placed(leaf: torch.Tensor, layout: Layout, donate: bool) -> torch.Tensor:
     part = place.cut(leaf, layout)
     ready = part.device == layout.mesh.device and part.is_contiguous() and part.numel() == leaf.numel()
+    ready = ready and store_of(layout) is None
     return part.detach() if donate and ready else place.store(part, layout)
 
 

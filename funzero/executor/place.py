@@ -9,6 +9,7 @@ from funzero.core import collectives, comm
 from funzero.core import tree as tree_lib
 from funzero.core.spec import Layout, Specs
 from funzero.core.state import Accumulator, StateSpecs, TrainState
+from funzero.executor.stores import fetch, store_of
 
 
 def cut(leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -25,7 +26,8 @@ def cut_flat(piece: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def whole_piece(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Undoes the flat cut: the piece, of shape `layout.piece_shape`; a view if nothing is cut."""
+    """Undoes the flat cut: the piece, of shape `layout.piece_shape` and on the device; a view if nothing is cut."""
+    local = fetch(local, layout)
     if not layout.is_flat:
         return local
     return collectives.post_gather(local, layout).wait()
@@ -71,7 +73,9 @@ def shard(tree: Any, specs: Specs) -> Any:
 
 
 def store(part: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A contiguous copy of a local part on the mesh's device."""
+    """A contiguous copy of a local part in the memory that the layout names."""
+    if (other := store_of(layout)) is not None:
+        return other.keep(part, layout)
     out = torch.empty(layout.local_shape, dtype=part.dtype, device=layout.mesh.device)
     return out.copy_(part.detach().view(layout.local_shape) if layout.is_flat else part.detach())
 
@@ -82,7 +86,7 @@ def gather(tree: Any, specs: Specs) -> Any:
     made = []
     for local, layout in zip(leaves, layouts, strict=True):
         full = whole(local, layout)
-        made.append(full.clone() if full.data_ptr() == local.data_ptr() else full)
+        made.append(full.clone() if store_of(layout) is None and full.data_ptr() == local.data_ptr() else full)
     return tree_lib.unflatten(specs.treedef, made)
 
 

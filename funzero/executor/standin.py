@@ -60,7 +60,7 @@ def _facts() -> set[Any]:
     return {s.__get__ for s in slots if s is not None} | {*methods, torch.is_floating_point, torch.is_complex}
 
 
-_FACTS = _facts()
+FACTS = _facts()
 _CASTS = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
@@ -93,7 +93,7 @@ class StandIn(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FACTS and not (func is torch.Tensor.type and len(args) > 1):
+        if func in FACTS and not (func is torch.Tensor.type and len(args) > 1):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__repr__:
@@ -103,14 +103,14 @@ class StandIn(torch.Tensor):
         if dtype is not None:
             return args[0] if dtype == args[0].dtype else args[0].cast(dtype)
         pick = _anchor_of if func in _OF_ANCHOR else _data_of
-        return func(*_replace(args, pick), **{k: _replace(v, pick) for k, v in kwargs.items()})
+        return func(*replaced(args, StandIn, pick), **replaced(kwargs, StandIn, pick))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Ops that reach the stand-in below the Python layer, such as from a user's autograd.Function."""
         if func is torch.ops.aten.detach.default:
             return args[0]
-        return func(*_replace(args, _raw_of), **{k: _replace(v, _raw_of) for k, v in (kwargs or {}).items()})
+        return func(*replaced(args, StandIn, _raw_of), **replaced(kwargs or {}, StandIn, _raw_of))
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> None:
@@ -165,16 +165,17 @@ def _flat(values: Any) -> Any:
             yield x
 
 
-def _replace(value: Any, pick: Callable[["StandIn"], Any]) -> Any:
-    if isinstance(value, StandIn):
+def replaced(value: Any, kind: type, pick: Callable[[Any], Any]) -> Any:
+    """Arguments of an op with `pick(x)` in place of each x of a kind of tensor."""
+    if isinstance(value, kind):
         return pick(value)
     if isinstance(value, tuple):
-        made = [_replace(x, pick) for x in value]
+        made = [replaced(x, kind, pick) for x in value]
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     if isinstance(value, list):
-        return [_replace(x, pick) for x in value]
+        return [replaced(x, kind, pick) for x in value]
     if isinstance(value, dict):
-        return {k: _replace(v, pick) for k, v in value.items()}
+        return {k: replaced(v, kind, pick) for k, v in value.items()}
     return value
 
 

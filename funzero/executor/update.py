@@ -10,17 +10,20 @@ from funzero.core import tree as tree_lib
 from funzero.core.collectives import Group, post_gather, travel_groups
 from funzero.core.spec import Layout
 from funzero.executor import fused, place
+from funzero.executor.dispatch import Draw
 from funzero.executor.donate import make_writable, private
 from funzero.executor.flat import FlatState
+from funzero.executor.kernel_update import KernelUpdate, Target
 from funzero.executor.options import StepOptions
 from funzero.executor.pieces import PartCaller
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import ReducePlan, or_zeros
 from funzero.executor.sound import first_spoilt
+from funzero.executor.stores import fetch, replaced
 from funzero.executor.window import Window
 from funzero.transforms.base import Transform
 from funzero.transforms.norm import NormPlan, clip_factor
-from funzero.transforms.precision import LOW, wide_dtype
+from funzero.transforms.precision import LOW
 from funzero.transforms.storage import MASTER, Rounder, moments, rounder, update_stored
 
 
@@ -83,21 +86,17 @@ class Selection:
         return tree_lib.paths(self.plan.specs.grads.tree)
 
     @functools.cached_property
-    def kernel(self) -> fused.FusedAdam | None:
-        """The fused form of the optimizer, if it has one that fits: torch's kernel takes one dtype for all of a leaf."""
+    def kernel(self) -> fused.FusedChain | None:
+        """The fused form of the optimizer, if it has one, and one that takes these dtypes."""
         found = fused.match(self.tx, self.plan.specs.opt_state, self.names)
         if found is None or self.plan.policy.rounding == "kahan":
             return None
         state = self.plan.specs.opt_state.layouts
-        for k, (i, grad) in enumerate(zip(self.chosen, self.layouts, strict=True)):
-            kept = self.plan.specs.params.layouts[self.params_at[k]].dtype
-            work = state[self.masters[k]].dtype if self.masters else wide_dtype(kept)
-            moments = {state[found.mu[i]].dtype, state[found.nu[i]].dtype}
-            if not moments <= ({work, *LOW} if self.low else {work}) or not (
-                self.masters or self.low or grad.dtype == work
-            ):
-                return None
-        return found
+        params = [self.plan.specs.params.layouts[i].dtype for i in self.params_at]
+        kept = {state[i].dtype for k in self.chosen for i in found.moments[k]}
+        fits = {*params, *(x.dtype for x in self.layouts)} <= set(fused.FLOATS) and kept <= set(fused.MOMENTS)
+        fits = fits and all(state[i].dtype == torch.float32 for i in self.masters)
+        return found if fits else None
 
     @functools.cached_property
     def tame(self) -> bool:
@@ -109,13 +108,6 @@ class Selection:
         params = [self.plan.specs.params.layouts[i].path for i in self.params_at]
         names = params + [x.path for x in self.plan.specs.opt_state.layouts]
         return names[len(names) - found]
-
-    @functools.cached_property
-    def low(self) -> bool:
-        """True if an update is made in a wider dtype than params or moments are kept in, and rounded."""
-        kept = [self.plan.specs.params.layouts[i].dtype for i in self.params_at]
-        low = any(d in LOW for d in kept) or self.plan.policy.moments in LOW
-        return self.plan.policy.master is None and low
 
     @functools.cached_property
     def masters(self) -> list[int]:
@@ -132,27 +124,29 @@ class Selection:
             return {}
         return moments(self.tx, self.plan.specs.grads.abstract())
 
-    @functools.cached_property
-    def labels(self) -> dict[int, tuple[str, str, str]]:
-        """Names of each chosen leaf, its mu and its nu, by trained leaf: what the fused form rounds by."""
-        paths, kernel = tree_lib.paths(self.plan.specs.opt_state.tree), self.kernel
+    def targets(self, flat: FlatState) -> list[Target]:
+        """The chosen leaves as a kernel takes them."""
+        kernel = self.kernel
         assert kernel is not None
-        return {i: (self.names[i], paths[kernel.mu[i]], paths[kernel.nu[i]]) for i in self.chosen}
+        round_to, masters = self.rounder(flat), self.masters or [None] * len(self.chosen)
+        return [
+            Target(kernel.moments[i], master, kernel.decays[i], self._draws(round_to, i, kernel.moments[i]))
+            for i, master in zip(self.chosen, masters, strict=True)
+        ]
+
+    def _draws(self, round_to: Rounder, i: int, moments: tuple[int, ...]) -> tuple[Draw, ...]:
+        """For stochastic rounding: of a leaf's param and moments, by the names that `update_stored` gives them."""
+        if round_to.rounding != "stochastic":
+            return ()
+        paths = tree_lib.paths(self.plan.specs.opt_state.tree)
+        words = [round_to.words(self.names[i], what) for what in ("params", *(paths[m] for m in moments))]
+        index = round_to.index(self.names[i])
+        return tuple(Draw(w, index) for w in words)
 
     def rounder(self, flat: FlatState) -> Rounder:
         """How this update rounds."""
         index = dict(zip((self.names[i] for i in self.chosen), self.layouts, strict=True))
         return rounder(self.plan.policy, flat.key, flat.step, lambda path: index[path].indices())
-
-    @functools.cached_property
-    def written(self) -> list[int]:
-        """The places in opt_state that the fused form writes to."""
-        return self.kernel.written(self.chosen) if self.kernel else []
-
-    @functools.cached_property
-    def kernel_groups(self) -> list[fused.Group]:
-        """The chosen leaves as the fused form takes them."""
-        return self.kernel.groups(self.chosen, [x.dtype for x in self.layouts]) if self.kernel else []
 
     @functools.cached_property
     def params_at(self) -> list[int]:
@@ -223,16 +217,18 @@ def update_leaves(
         return _update_composed(selection, flat, grads, skip, donate)
     hyper = selection.kernel.read(flat.opt_state)
     # Where only the device knows how large the gradients are, those whose squares overflow are refused unseen.
-    tame = selection.tame and fused.is_tame(hyper, float(largest) if skip is None else 0.0)
+    rule, decay = selection.kernel.rule(hyper), hyper["weight_decay"]
+    tame = selection.tame and fused.is_tame(rule, decay, float(largest) if skip is None else 0.0)
+    layouts = selection.plan.specs.opt_state.layouts
     if skip is not None and tame:
         too_large = largest.square() >= torch.finfo(torch.float32).max
-        _update_fused(selection, flat, grads, hyper, skip | too_large, donate)
+        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, skip | too_large, donate))
         return too_large.long()
     if tame:
-        _update_fused(selection, flat, grads, hyper, skip, donate)
+        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, skip, donate))
         return torch.zeros((), dtype=torch.int64)
     before, state = list(flat.params), list(flat.opt_state)
-    _update_fused(selection, flat, grads, hyper, skip, donate=False)
+    _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, skip, donate=False))
     places = selection.params_at
     found = first_spoilt(
         [*(before[i] for i in places), *state],
@@ -249,30 +245,16 @@ def _pieces(selection: Selection, flat: FlatState) -> list[torch.Tensor]:
     return [flat.params[i] if part is None else place.cut_flat(flat.params[i], part) for i, part in selection.parts]
 
 
-def _update_fused(
-    selection: Selection,
-    flat: FlatState,
-    grads: list[torch.Tensor],
-    hyper: dict[str, float],
-    skip: torch.Tensor | None,
-    donate: bool,
-) -> None:
-    """In place where `donate` allows it."""
+def _update_fused(selection: Selection, flat: FlatState, grads: list[torch.Tensor], update: KernelUpdate) -> None:
+    """In place where `update.donate` allows it."""
     kernel = selection.kernel
     assert kernel is not None
-    make_writable(flat.params, selection.params_at, donate)
-    make_writable(flat.opt_state, [*selection.written, *selection.masters], donate)
+    make_writable(flat.params, selection.params_at, update.donate)
+    make_writable(flat.opt_state, kernel.schedule_counts, update.donate)
+    targets = selection.targets(flat)
+    counts = kernel.advance(flat.opt_state, selection.chosen, update.skip)
     pieces = _pieces(selection, flat)
-    chosen = selection.chosen
-    if selection.low:
-        kernel.run_rounded(pieces, grads, flat.opt_state, hyper, selection.labels, selection.rounder(flat), skip)
-    else:
-        masters = [flat.opt_state[i] for i in selection.masters]
-        targets = masters or pieces
-        grads = [g.to(p.dtype) for p, g in zip(targets, grads, strict=True)] if masters else grads
-        kernel.run(targets, grads, flat.opt_state, hyper, chosen, selection.kernel_groups, skip)
-        if masters:
-            torch._foreach_copy_(pieces, masters)
+    update.run(targets, counts, pieces, grads, flat.opt_state)
     _make_whole(selection, flat, pieces)
 
 
@@ -308,7 +290,8 @@ def _update_composed(
         state = [torch.where(skip, a, b) for a, b in zip(flat.opt_state, state, strict=True)]
     for p, value in zip(pieces, values, strict=True):
         p.copy_(value)
-    flat.opt_state = state
+    layouts = selection.plan.specs.opt_state.layouts
+    flat.opt_state = [replaced(*row, donate) for row in zip(flat.opt_state, state, layouts, strict=True)]
     _make_whole(selection, flat, pieces)
     return found
 
@@ -326,11 +309,13 @@ def _composed(
     for i, p, g in zip(selection.chosen, _pieces(selection, flat), grads, strict=True):
         held[i], given[i] = p, g
     caller = PartCaller(dict(zip(selection.names, trained.layouts, strict=True)))
-    opt_state = tree_lib.unflatten(selection.plan.specs.opt_state.treedef, flat.opt_state)
+    layouts = selection.plan.specs.opt_state.layouts
+    here = [fetch(x, layout) for x, layout in zip(flat.opt_state, layouts, strict=True)]
+    opt_state = tree_lib.unflatten(selection.plan.specs.opt_state.treedef, here)
     trees = tree_lib.unflatten(trained.treedef, given), opt_state, tree_lib.unflatten(trained.treedef, held)
     policy, round_to = selection.plan.policy, selection.rounder(flat)
     params, new = update_stored(tx, policy, *trees, round_to, owners=selection.owners, call=caller)
     after = dict(zip(*tree_lib.flatten_with_paths(params)[:2], strict=True))
-    kept = selection.plan.specs.opt_state.layouts
-    state = [x.to(y.dtype) for x, y in zip(tree_lib.leaves(new), kept, strict=True)]
+    state = [x.to(y.dtype) for x, y in zip(tree_lib.leaves(new), layouts, strict=True)]
+    state = [old if x is before else x for x, before, old in zip(state, here, flat.opt_state, strict=True)]
     return [after[selection.names[i]] for i in selection.chosen], state

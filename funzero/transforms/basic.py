@@ -97,4 +97,4 @@ def trace(decay: Scalar, nesterov: bool = False) -> Transform:
         out = tree_lib.map(lambda g, t: g + d * t, updates, new) if nesterov else new
         return out, {**hyper.advance(state), "trace": new}
 
-    return leafwise("trace", init, update)
+    return leafwise("trace", init, update, fused=("trace", (hyper, nesterov)))

@@ -64,6 +64,11 @@ class Words:
         self._add = signed(first)
         self._then, self._high = signed(first >> 32), signed(second)
 
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """The int32 words that are added: to the low half of the index, before the second round, to the high half."""
+        return self._add, self._then, self._high
+
     def at(self, index: torch.Tensor) -> torch.Tensor:
         """Those of an int64 tensor of indices, in its shape."""
         x = (((index + (self._add + (1 << 31))) & (_SPAN - 1)) - (1 << 31)).to(torch.int32)

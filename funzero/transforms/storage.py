@@ -15,6 +15,7 @@ from funzero.core import abstract
 from funzero.core import tree as tree_lib
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import call_directly
+from funzero.transforms.counter import Words
 from funzero.transforms.precision import LOW, Policy, wide_dtype
 from funzero.transforms.random import random_bits16
 from funzero.transforms.rng import fold_in
@@ -43,9 +44,15 @@ class Rounder:
         """`wide` in `dtype`; `path`: of the param that it belongs to; `what`: which of its values it is."""
         if self.rounding != "stochastic" or dtype != torch.bfloat16 or wide.dtype == dtype:
             return wide.to(dtype)
-        stream = fold_in(self.key, zlib.crc32(path.encode()), zlib.crc32(what.encode()))
-        bits = random_bits16(stream, self.index(path), device=wide.device).view(wide.shape)
+        bits = random_bits16(self._stream(path, what), self.index(path), device=wide.device).view(wide.shape)
         return stochastic_round(wide.float(), bits=bits, dtype=dtype)
+
+    def _stream(self, path: str, what: str) -> torch.Tensor:
+        return fold_in(self.key, zlib.crc32(path.encode()), zlib.crc32(what.encode()))
+
+    def words(self, path: str, what: str) -> tuple[int, int, int]:
+        """What a kernel that rounds by itself makes the same bits from; see `counter.Words`."""
+        return Words(self._stream(path, what), 0).parts
 
 
 def rounder(policy: Policy, key: torch.Tensor, step: torch.Tensor, index: Index) -> Rounder:

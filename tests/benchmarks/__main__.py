@@ -1,13 +1,20 @@
 """`make bench`: funzero and its peers in turn, medians of 5 alternating runs, ratios. `python -m tests.benchmarks [NAME ...]`."""
 
+import contextlib
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 from tests.benchmarks import checkpoint, precision
 
+LIMIT_S, LEAVE_S = 300, 10
 # name: (ranks, task, peer, [(system, largest time ratio, largest memory ratio)])
 COMPARISONS = {
     "small": (1, "small", "torch", [("fz0", 1.05, None)]),
@@ -19,19 +26,34 @@ COMPARISONS = {
 
 
 def run(system: str, task: str, ranks: int) -> dict[str, float]:
-    """One run in processes of its own."""
+    """One run in processes of its own: what it prints as JSON. A peer that aborts or hangs while it leaves has told it."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    out = subprocess.run(
-        [sys.executable, *launch, "-m", "tests.benchmarks.one", system, task],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [x for x in out.stdout.splitlines() if x.startswith("{")]
-    if not lines:  # a peer that aborts while it leaves has still told its figures
-        raise RuntimeError(f"{system} on {task}: {out.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(lines[-1])
+    command = [sys.executable, *launch, "-m", "tests.benchmarks.one", system, task]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        limit = threading.Timer(LIMIT_S, kill, (process.pid,))
+        limit.start()
+        try:
+            line = next((x for x in process.stdout or () if x.startswith("{")), None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE_S)
+        finally:
+            limit.cancel()
+            kill(process.pid)
+            process.wait()
+        errors.seek(0)
+        if line is None:
+            raise RuntimeError(f"{system} on {task}: {errors.read()[-2000:]}")
+    found: dict[str, float] = json.loads(line)
     return found
+
+
+def kill(pid: int) -> None:
+    """Kills a process and those that it has started, which would outlive it."""
+    with contextlib.suppress(OSError):
+        started = [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        for each in (*started, pid):
+            os.kill(each, signal.SIGKILL)
 
 
 def compare(name: str, repeats: int = 5) -> Iterable[str]:

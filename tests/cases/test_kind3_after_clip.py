@@ -5,6 +5,7 @@ import torch
 
 import funzero as fz
 from funzero.executor import fused
+from funzero.executor.dispatch import Adam, Leaf, Lion, Moment, Momentum, update
 from funzero.executor.flat import FlatState
 from funzero.executor.plan import Plan
 from funzero.executor.update import Selection, update_leaves
@@ -180,25 +181,19 @@ def test_what_is_called_tame_is_finite_at_the_edges(seed):
     def pick(*values):
         return values[int(torch.randint(len(values), (), generator=g))]
 
-    hyper = {
-        "learning_rate": pick(1e-3, 1.0, 1e4, -1.0, 1e9),
-        "b1": pick(0.0, 0.9, 0.9999),
-        "b2": pick(0.0, 0.9, 0.99999),
-        "eps": pick(1e-8, 1e-12, 1e-3),
-        "weight_decay": pick(0.0, 0.1, 1e3),
-    }
+    rate, decay = pick(1e-3, 1.0, 1e4, -1.0, 1e9), pick(0.0, 0.1, 1e3)
+    b1, b2, eps = pick(0.0, 0.9, 0.9999), pick(0.0, 0.9, 0.99999), pick(1e-8, 1e-12, 1e-3)
+    rule = pick(Adam(rate, b1, b2, eps), Lion(rate, b1, b2), Momentum(rate, b1, pick(True, False)), Momentum(rate))
     largest = pick(0.0, 1e-30, 1.0, 1.8e19)
-    if not fused.is_tame(hyper, largest):
-        assert hyper["learning_rate"] > 1 or hyper["eps"] < 1e-8 or hyper["weight_decay"] > 1 or hyper["b1"] > 0.99
+    if not fused.is_tame(rule, decay, largest):
+        assert rate > 1 or eps < 1e-8 or decay > 1 or b1 > 0.99
         return
     size = 1.8e19
     p = torch.tensor([3e37, -3e37, 0.0, 1.0])
-    mu = torch.tensor([size, -size, size, 0.0]) * (1 if pick(True, False) else 1e-25)
-    nu = torch.tensor([0.0, 3e38, 1e-38, 0.0])
-    count = torch.tensor(pick(1.0, 1000.0))
+    first = torch.tensor([size, -size, size, 0.0]) * (1 if pick(True, False) else 1e-25)
+    second = torch.tensor([0.0, 3e38, 1e-38, 0.0])
+    moments = {Adam: (first, second), Lion: (first,), Momentum: (first,)}[type(rule)] if rule != Momentum(rate) else ()
     grads = torch.tensor([largest, -largest, 0.0, largest])
-    torch._fused_adamw_(
-        [p], [grads], [mu], [nu], [], [count], lr=hyper["learning_rate"], beta1=hyper["b1"], beta2=hyper["b2"],
-        weight_decay=hyper["weight_decay"], eps=hyper["eps"], amsgrad=False, maximize=False,
-    )  # fmt: skip
-    assert all(bool(x.isfinite().all()) for x in (p, mu, nu)), (hyper, largest, p, mu, nu)
+    leaf = Leaf(p, grads, tuple(Moment(x) for x in moments), count=pick(1, 1000), weight_decay=decay)
+    update([leaf], rule)
+    assert all(bool(x.isfinite().all()) for x in (p, *moments)), (rule, decay, largest, p, moments)

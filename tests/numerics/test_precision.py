@@ -92,8 +92,9 @@ def test_layouts_agree():
     """Equal params and moments at every stage, on 1, 2 and 4 ranks; bits where one order of sums is used."""
     runs = {n: pool(n).run(cells, timeout=110)[0] for n in (1, 2, 4)}
     for key, (leaves, norm) in runs[1].items():
-        # A gradient's last bit may fall on the other side of a bf16 step, so one unit of bf16 may part two layouts.
-        loose = 0.02 if key[0] in ("bf16_pure", "kahan", "reduce_bf16") else 2e-3
+        # In each of 3 steps a gradient's last bit may fall on the other side of a bf16 step, and then that of what is made
+        # from it: 6 units of bf16, each at most 2^-7 of the value.
+        loose = 6 * 2**-7 if key[0] in ("bf16_pure", "kahan", "reduce_bf16") else 2e-3
         for world in (2, 4):
             found, found_norm = runs[world][key]
             assert abs(found_norm - norm) <= loose * norm, (key, world)

@@ -44,7 +44,8 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, *, mode: str = "hard", sm
         out = tree_lib.map(direction, first_moment(updates, state["mu"], h["b1"]))
         return out, {**hyper.advance(state), "mu": first_moment(updates, state["mu"], h["b2"])}
 
-    return leafwise("scale_by_lion", init, update)
+    fused = ("scale_by_lion", (hyper,)) if mode == "hard" else None
+    return leafwise("scale_by_lion", init, update, fused=fused)
 
 
 def lion(

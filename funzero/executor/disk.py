@@ -1,0 +1,210 @@
+"""The disk as a memory of leaves: slots in a file of this process's own, and leaves that are read when they are used.
+
+[Note: slots and versions] A leaf on disk is a tensor without data that names a slot and a version. The step reads and
+writes slots; nothing else does. A write makes the slot's version one higher, so a leaf of an older state raises where it
+is read, as a donated leaf does. A slot goes back to the store when no leaf and no pending save refers to it. A slot that
+somebody holds, such as a save in the background, is never overwritten: the step writes to a new one.
+
+[Note: whose folder] Each process makes a folder of its own below the one it is given and keeps a lock on a file in it. So two
+runs do not share names, and what a killed run left is known by its lock being free: the next run removes it.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing.pool import AsyncResult, ThreadPool
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funzero.core.direct import CHUNK, DirectFile, aligned_empty, memory_of
+from funzero.core.errors import DonatedError
+from funzero.executor.standin import FACTS, replaced
+
+THREADS = 4
+_PREFIX, _LOCK, _DATA = "funzero-", "lock", "leaves"
+
+
+class Slot:
+    """Room for the bytes of one leaf.
+
+    Attributes:
+        at: its first byte in the file. nbytes: of the leaf. version: how often it was written. holds: who else reads it.
+    """
+
+    def __init__(self, store: "DiskStore", at: int, nbytes: int):
+        self.store, self.at, self.nbytes = store, at, nbytes
+        self.version = self.holds = 0
+
+
+class DiskStore:
+    """Slots in one file, read and written past the page cache by a few threads.
+
+    Args:
+        folder: other runs may use it as well; made if it is not there. direct: False goes through the page cache.
+
+    Raises OSError.
+    """
+
+    def __init__(self, folder: Path, *, direct: bool = True):
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_left_over(folder)
+        name = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        draft, self.folder = folder / f".{name}", folder / name
+        draft.mkdir()
+        self._lock_file = _locked(draft / _LOCK)
+        os.rename(draft, self.folder)  # nobody else can see it without its lock
+        self.file = DirectFile(self.folder / _DATA, direct=direct)
+        self._pool = ThreadPool(THREADS)
+        self._lock = threading.Lock()
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self.bytes_read = self.bytes_written = 0
+        self._closer = weakref.finalize(self, _close, self.file, self._lock_file, self._pool, self.folder, os.getpid())
+        atexit.register(self._closer)
+
+    def slot(self, nbytes: int) -> Slot:
+        """A new slot; the file system has set its bytes aside. Raises OSError for a full disk."""
+        size = -(-nbytes // self.file.block) * self.file.block
+        with self._lock:
+            rooms = self._free.get(size)
+            at = rooms.pop() if rooms else None
+            if at is None:
+                at, self._end = self._end, self._end + size
+                if size:
+                    try:
+                        self.file.reserve(at, at + size)
+                    except OSError:
+                        self._end = at
+                        raise
+        made = Slot(self, at, nbytes)
+        weakref.finalize(made, self._give_back, size, at).atexit = False
+        return made
+
+    def _give_back(self, size: int, at: int) -> None:
+        with self._lock:
+            self._free.setdefault(size, []).append(at)
+
+    def start_write(self, slot: Slot, data: torch.Tensor, begin: int = 0) -> "Transfer":
+        """Begins to write bytes to a slot from its byte `begin` on; `data` must stay as it is until the transfer ends."""
+        self.bytes_written += data.nbytes
+        return self._start(self.file.write, memory_of(data), slot, begin)
+
+    def start_read(self, slot: Slot, out: torch.Tensor, begin: int = 0) -> "Transfer":
+        """Begins to read bytes of a slot from its byte `begin` on into `out`."""
+        self.bytes_read += out.nbytes
+        return self._start(self.file.read, memory_of(out), slot, begin)
+
+    def _start(self, move: Callable[[memoryview, int], None], data: memoryview, slot: Slot, begin: int) -> "Transfer":
+        at = slot.at + begin
+        edges = [0, *range(CHUNK - at % CHUNK, len(data), CHUNK), len(data)] if len(data) else [0]
+        return Transfer([self._pool.apply_async(move, (data[a:b], at + a)) for a, b in itertools.pairwise(edges)])
+
+
+class Transfer:
+    """A read or a write under way."""
+
+    def __init__(self, parts: "list[AsyncResult[None]]"):
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Returns when all of it is done; raises its OSError, and only when no part is under way any more."""
+        for part in self._parts:
+            part.wait()
+        for part in self._parts:
+            part.get()
+
+
+def _close(file: DirectFile, lock: Any, pool: ThreadPool, folder: Path, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child shares the folder
+        return
+    pool.close()
+    pool.join()
+    file.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
+
+
+def _locked(path: Path) -> Any:
+    file = path.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def remove_left_over(folder: Path) -> None:
+    """Removes what runs that ended without cleaning up have left in a folder."""
+    for left in folder.glob(f"{_PREFIX}*-*"):
+        with contextlib.suppress(OSError):  # held by a run that lives, or gone in this moment
+            with (left / _LOCK).open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+
+
+class DiskLeaf(torch.Tensor):
+    """A leaf on disk: any op reads it, none writes it.
+
+    Attributes:
+        path: for messages. slot, version: see [Note: slots and versions].
+    """
+
+    path: str
+    slot: Slot
+    version: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTS and not (func is torch.Tensor.type and len(args) > 1):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.__repr__:
+            return f"DiskLeaf({args[0].path}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
+        if func is torch.Tensor.detach:
+            return args[0].alias()
+        return func(*replaced(args, DiskLeaf, DiskLeaf.read), **replaced(kwargs, DiskLeaf, DiskLeaf.read))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*replaced(args, DiskLeaf, DiskLeaf.read), **replaced(kwargs or {}, DiskLeaf, DiskLeaf.read))
+
+    def alias(self) -> "DiskLeaf":
+        """The same leaf as another tensor."""
+        return disk_leaf(self.path, self.slot, tuple(self.shape), self.dtype, self.device)
+
+    def check(self) -> None:
+        """Raises DonatedError if the slot has been written since."""
+        if self.version != self.slot.version:
+            raise DonatedError(
+                f"{self.path}: this leaf was on disk and has been updated; use the state that step returned"
+            )
+
+    def read(self) -> torch.Tensor:
+        """Its data, on its device."""
+        self.check()
+        raw = aligned_empty(self.slot.nbytes)
+        self.slot.store.start_read(self.slot, raw).wait()
+        return raw.view(self.dtype).view(self.shape).to(self.device)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator["DiskLeaf"]:
+        """Within the block its slot is not overwritten."""
+        self.slot.holds += 1
+        try:
+            yield self
+        finally:
+            self.slot.holds -= 1
+
+
+def disk_leaf(path: str, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> DiskLeaf:
+    """The leaf that a slot holds now."""
+    made: DiskLeaf = torch.Tensor._make_wrapper_subclass(DiskLeaf, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    made.path, made.slot, made.version = path, slot, slot.version
+    return made

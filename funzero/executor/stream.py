@@ -1,0 +1,137 @@
+"""Parts of leaves on their way through a computation: some are read, one is computed on, some are written, at a time.
+
+[Note: lanes] A lane holds the memory of one part: a buffer for each operand that does not live on the device. Parts take
+the lanes in turn, so memory is bounded by the lanes whatever the leaves measure, and a lane's next read waits for its
+last write only. What lives on the device is worked on where it is.
+"""
+
+import dataclasses
+import math
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from funzero.executor.stores import Store, Transfer
+
+LANES = 3
+PART_BYTES = 8 << 20  # of the largest operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A leaf in a computation.
+
+    Attributes:
+        source, target: what is read and what is written, the same leaf or two; target None: it is only read.
+        store: its memory; None: the device. per: how many elements of the part stand for one of its own.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor | None = None
+    store: Store | None = None
+    per: int = 1
+
+    def span(self, begin: int, end: int) -> tuple[int, int]:
+        """Its own elements of a part."""
+        return begin // self.per, min(-(-end // self.per), self.source.numel())
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Elements [begin, end) of one leaf, with the operands that belong to it. `leaf`: which one, for the caller."""
+
+    leaf: int
+    begin: int
+    end: int
+    operands: Sequence[Operand]
+
+
+def parts(leaf: int, numel: int, operands: Sequence[Operand], quantum: int) -> Iterable[Part]:
+    """A leaf in parts that begin at multiples of `quantum` elements; whole where all of it is on the device."""
+    size = numel
+    if any(x.store is not None for x in operands):
+        widest = max(x.source.itemsize / x.per for x in operands)
+        step = math.lcm(quantum, mmap.PAGESIZE)  # so that parts lie well on a disk
+        size = max(1, int(PART_BYTES / widest) // step) * step
+    for begin in range(0, max(1, numel), max(1, size)):
+        yield Part(leaf, begin, min(begin + size, numel), operands)
+
+
+class _Lane:
+    """The memory of one part on its way. `raw`: a buffer of bytes for each operand, grown as needed."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._raw: dict[int, torch.Tensor] = {}
+        self._moves: list[Transfer] = []
+        self._here: list[torch.Tensor] = []
+        self.part: Part | None = None
+
+    def load(self, part: Part) -> None:
+        """Starts to read a part, when what was written last has gone."""
+        self.wait()
+        self.part, self._here = part, []
+        for i, x in enumerate(part.operands):
+            begin, end = x.span(part.begin, part.end)
+            if x.store is None:
+                self._here.append(x.source.view(-1)[begin:end])
+                continue
+            nbytes = (end - begin) * x.source.itemsize
+            if i not in self._raw or self._raw[i].numel() < nbytes:
+                self._raw[i] = x.store.buffer(nbytes, self._device)
+            out = self._raw[i][:nbytes].view(x.source.dtype)
+            self._here.append(out)
+            self._moves.append(x.store.read(x.source, begin, out))
+
+    def compute(self, run: Callable[[Part, list[torch.Tensor]], None]) -> None:
+        """Computes on the part, and starts to write what it changed."""
+        assert self.part is not None
+        self.wait()
+        on_device = [x.to(self._device, non_blocking=True) for x in self._here]
+        run(self.part, on_device)
+        for x, here, made in zip(self.part.operands, self._here, on_device, strict=True):
+            if x.store is None or x.target is None:
+                continue
+            if made is not here:
+                here.copy_(made)
+            self._moves.append(x.store.write(x.target, x.span(self.part.begin, self.part.end)[0], here))
+
+    def wait(self) -> None:
+        """Returns when nothing of this lane is under way."""
+        moves, self._moves = self._moves, []
+        for move in moves:
+            move.wait()
+
+
+def stream(todo: Iterable[Part], device: torch.device, run: Callable[[Part, list[torch.Tensor]], None]) -> None:
+    """Calls `run(part, tensors)` for each part; what it writes to the tensors of operands with a target is kept.
+
+    Raises OSError; then some parts have been written and others not, and nothing is under way any more.
+    """
+    lanes = [_Lane(device) for _ in range(LANES)]
+    loaded: deque[_Lane] = deque()
+    try:
+        for k, part in enumerate(todo):
+            lane = lanes[k % LANES]
+            if len(loaded) == LANES - 1:
+                loaded.popleft().compute(run)
+            lane.load(part)
+            loaded.append(lane)
+        while loaded:
+            loaded.popleft().compute(run)
+    finally:
+        _settle(lanes)
+
+
+def _settle(lanes: list[_Lane]) -> None:
+    """Waits for all lanes; raises the first error when all are still."""
+    errors = []
+    for lane in lanes:
+        try:
+            lane.wait()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

@@ -1,0 +1,218 @@
+"""Where leaves live changes nothing: every bit of the training is that of leaves on the device."""
+
+import dataclasses
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import funzero as fz
+from funzero.core.errors import DonatedError
+from funzero.executor import stream
+from funzero.executor.disk import DiskLeaf
+from funzero.executor.stores import HOST
+from tests.ranks import pool
+
+SHAPES = {"w": (37, 23), "b": (23,), "v": (23, 5), "tiny": (1,), "unused": (7,), "frozen": (5,)}
+STEPS, BAD = 5, 2
+OPTIMIZERS = {
+    "adamw": lambda: fz.adamw(fz.schedules.warmup_cosine(0.05, warmup=2, total=STEPS), weight_decay=0.1),
+    "momentum": lambda: fz.sgd(0.01, momentum=0.9, nesterov=True),
+    "lion": lambda: fz.lion(1e-2),
+    "composed": lambda: fz.chain(fz.clip(0.5), fz.scale_by_adam(), fz.scale_by_learning_rate(0.01)),
+    "8bit": lambda: fz.adamw_8bit(0.01, block_size=64),
+}
+
+
+def params():
+    g = torch.Generator().manual_seed(0)
+    return {n: torch.randn(s, generator=g) for n, s in SHAPES.items()}
+
+
+def loss_fn(p, batch):
+    h = torch.tanh(batch["x"] @ p["w"] + p["b"]) * p["tiny"] + p["frozen"].sum()
+    return fz.Loss(((h @ p["v"] - batch["y"]) ** 2).sum() * batch["scale"], batch["x"].shape[0])
+
+
+def batch_at(i, mesh, accumulate):
+    g = torch.Generator().manual_seed(i)
+    whole = {"x": torch.randn(8, 37, generator=g), "y": torch.randn(8, 5, generator=g)}
+    bad = {"scale": torch.tensor(float("inf") if i == BAD else 1.0)}
+    return fz.data.local({**whole, **bad}, mesh, accumulate=accumulate)
+
+
+def train(tx, mesh, stage, memory, folder, *, accumulate=1, max_norm=None, precision=None, steps=STEPS, donate=True):
+    """(state, losses): each leaf of opt_state where `memory` says."""
+    trainable = {"frozen": False}
+    specs = fz.zero_specs(fz.eval_shape(params()), tx, mesh, stage=stage, trainable=trainable, precision=precision)
+    if memory != "device":
+        specs = fz.with_memory(specs, {"opt_state/**": memory}, folder=folder)
+    state = fz.init_state(params(), tx, key=3, specs=specs, precision=precision)
+    options = {"accumulate": accumulate, "max_norm": max_norm, "precision": precision, "donate": donate}
+    step = fz.make_step(loss_fn, tx, specs=specs, **options)
+    told = []
+    for i in range(steps):
+        state, metrics = step(state, batch_at(i, mesh, accumulate))
+        told.append((metrics.loss, metrics.grad_norm, metrics.skipped))
+    return state, told
+
+
+def whole(state):
+    fields = {n: fz.gather(getattr(state, n), state.specs.fields[n]) for n in ("params", "opt_state")}
+    return dict(zip(fz.tree.paths(fields), fz.tree.leaves(fields), strict=True)) | {"step": state.step.clone()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def run_parity(rank, world, folder, names, stages, part_bytes):
+    stream.PART_BYTES = part_bytes
+    mesh = fz.make_mesh(dp=-1)
+    for name, stage, (accumulate, max_norm) in itertools.product(names, stages, ((1, None), (2, 0.5))):
+        options = {"accumulate": accumulate, "max_norm": max_norm}
+        right, told = train(OPTIMIZERS[name](), mesh, stage, "device", folder, **options)
+        for memory in ("host", "disk"):
+            state, also = train(OPTIMIZERS[name](), mesh, stage, memory, folder, **options)
+            assert [bool(x[2]) for x in also] == [i == BAD for i in range(STEPS)]
+            for one, other in zip(told, also, strict=True):
+                assert all(torch.equal(x, y) or bool(x.isnan()) for x, y in zip(one, other, strict=True))
+            assert_same(whole(state), whole(right))
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 23, 1 << 14], ids=["whole leaves", "parts"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_opt_state_elsewhere_is_the_same_training(name, part_bytes, tmp_path):
+    run_parity(0, 1, tmp_path, [name], [0], part_bytes)
+
+
+def test_opt_state_elsewhere_is_the_same_training_on_two_ranks(tmp_path):
+    pool(2).run(run_parity, tmp_path, ["adamw", "composed"], [1, 2, 3], 1 << 14)
+
+
+@pytest.mark.parametrize("policy", ["bf16_master", "bf16_pure"])
+@pytest.mark.parametrize("memory", ["host", "disk"])
+def test_low_precision_elsewhere(policy, memory, tmp_path):
+    policy, mesh = getattr(fz.precision, policy), fz.make_mesh()
+    runs = [train(fz.adamw(0.05), mesh, 0, m, tmp_path, precision=policy)[0] for m in ("device", memory)]
+    assert_same(*map(whole, runs))
+
+
+def test_leaves_are_where_the_specs_say(tmp_path):
+    state, _ = train(OPTIMIZERS["adamw"](), fz.make_mesh(), 0, "disk", tmp_path, steps=1)
+    for layout, leaf in zip(state.specs.opt_state.layouts, fz.tree.leaves(state.opt_state), strict=True):
+        assert isinstance(leaf, DiskLeaf) == bool(layout.shape), layout.path
+        assert (layout.spec.memory == "disk") == bool(layout.shape)
+    store = next(x.slot.store for x in fz.tree.leaves(state.opt_state) if isinstance(x, DiskLeaf))
+    moments = 2 * sum(torch.Size(s).numel() for n, s in SHAPES.items() if n != "frozen") * 4
+    used = moments - 2 * SHAPES["unused"][0] * 4
+    # `init_state` writes all of them; the step reads and writes those of the leaves that took part.
+    assert (store.bytes_read, store.bytes_written) == (used, moments + used)
+    before = HOST.bytes_moved
+    train(OPTIMIZERS["adamw"](), fz.make_mesh(), 0, "host", tmp_path, steps=1)
+    assert HOST.bytes_moved - before == moments + 2 * used
+
+
+def test_a_skipped_step_touches_no_file(tmp_path):
+    tx, mesh = OPTIMIZERS["adamw"](), fz.make_mesh()
+    specs = fz.with_memory(fz.zero_specs(params(), tx, mesh, stage=0), {"opt_state/**": "disk"}, folder=tmp_path)
+    state = fz.init_state(params(), tx, specs=specs)
+    store = state.opt_state["scale_by_adam"]["mu"]["w"].slot.store
+    before, moved = whole(state), store.bytes_written
+    state, metrics = fz.make_step(loss_fn, tx, specs=specs)(state, batch_at(BAD, mesh, 1))
+    assert bool(metrics.skipped) and store.bytes_written == moved
+    assert_same(whole(state), before)
+
+
+def test_an_old_state_raises_and_a_kept_one_stays(tmp_path):
+    tx, mesh = OPTIMIZERS["adamw"](), fz.make_mesh()
+    specs = fz.with_memory(fz.zero_specs(params(), tx, mesh, stage=0), {"opt_state/**": "disk"}, folder=tmp_path)
+    state = fz.init_state(params(), tx, specs=specs)
+    mu = state.opt_state["scale_by_adam"]["mu"]["w"]
+    copy = mu.detach()
+    step = fz.make_step(loss_fn, tx, specs=specs)
+    new, _ = step(state, batch_at(0, mesh, 1))
+    with pytest.raises(DonatedError, match="donated to step"):
+        mu.sum()
+    with pytest.raises(DonatedError, match=r"opt_state/scale_by_adam/mu/w: this leaf was on disk and has been updated"):
+        copy.sum()
+    keep = fz.make_step(loss_fn, tx, specs=specs, donate=False)
+    before = whole(new)
+    newer, _ = keep(new, batch_at(1, mesh, 1))
+    assert_same(whole(new), before)
+    again, _ = keep(new, batch_at(1, mesh, 1))
+    assert_same(whole(again), whole(newer))
+
+
+def test_a_leaf_on_disk_is_a_tensor_that_is_read(tmp_path):
+    x = torch.arange(12.0).view(3, 4)
+    specs = fz.zero_specs({"w": x}, fz.adam(0.1), fz.make_mesh(), stage=0)
+    specs = fz.with_memory(specs, {"opt_state/**": "disk"}, folder=tmp_path)
+    leaf = fz.init_state({"w": x}, fz.adam(0.1), specs=specs).opt_state["scale_by_adam"]["mu"]["w"]
+    assert (leaf.shape, leaf.dtype, leaf.numel(), leaf.device) == (x.shape, x.dtype, 12, x.device)
+    assert torch.equal(leaf + x, x) and leaf.tolist() == [[0.0] * 4] * 3 and float(leaf[1, 2]) == 0.0
+    assert torch.equal(leaf, torch.zeros(3, 4)) and leaf.numpy().sum() == 0
+    assert "DiskLeaf(opt_state/scale_by_adam/mu/w" in repr(leaf)
+
+
+def test_save_restore_and_reshard_across_memories(tmp_path):
+    tx, mesh = OPTIMIZERS["adamw"](), fz.make_mesh()
+    right = whole(train(tx, mesh, 0, "device", tmp_path)[0])
+    state, _ = train(tx, mesh, 0, "disk", tmp_path)
+    fz.save(tmp_path / "a", state)
+    assert_same(whole(state), right)
+    plain = fz.zero_specs(params(), tx, mesh, stage=0, trainable={"frozen": False})
+    for memory in ("device", "host", "disk"):
+        specs = fz.with_memory(plain, {"opt_state/**": memory}, folder=tmp_path)
+        like = fz.abstract_state(params(), tx, specs=specs)
+        assert_same(whole(fz.restore(tmp_path / "a", like)), right)
+        moved = fz.reshard(state, specs)
+        assert_same(whole(moved), right)
+        assert isinstance(moved.opt_state["scale_by_adam"]["mu"]["w"], DiskLeaf) == (memory == "disk")
+
+
+def test_files_go_with_the_last_state(tmp_path):
+    state, _ = train(OPTIMIZERS["adamw"](), fz.make_mesh(), 0, "disk", tmp_path, steps=1)
+    assert len(list(tmp_path.iterdir())) == 1
+    store = next(x.slot.store for x in fz.tree.leaves(state.opt_state) if isinstance(x, DiskLeaf))
+    size = store.file.size
+    again, _ = train(OPTIMIZERS["adamw"](), fz.make_mesh(), 0, "disk", tmp_path, steps=3)
+    assert store.file.size == 2 * size, "rooms are used again"
+    del state, again, store
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_update_keeps_what_is_on_disk(tmp_path):
+    tx, mesh = fz.adam(float("inf")), fz.make_mesh()
+    specs = fz.with_memory(fz.zero_specs(params(), tx, mesh, stage=0), {"opt_state/**": "disk"}, folder=tmp_path)
+    state = fz.init_state(params(), tx, specs=specs)
+    before = whole(state)
+    state, metrics = fz.make_step(loss_fn, tx, specs=specs)(state, batch_at(0, mesh, 1))
+    assert bool(metrics.skipped)
+    assert_same(whole(state), before)
+
+
+def test_globs_and_kinds_that_are_wrong(tmp_path):
+    specs = fz.zero_specs(params(), fz.adam(0.1), fz.abstract_mesh(dp=2), stage=1)
+    with pytest.raises(ValueError, match=r"a memory is one of .* got 'nvme'"):
+        fz.with_memory(specs, {"opt_state/**": "nvme"})
+    with pytest.raises(ValueError, match="opt_stat"):
+        fz.with_memory(specs, {"opt_stat/**": "host"})
+    assert not any(x.spec.memory == "disk" for x in fz.with_memory(specs, {"opt_state/**": "host"}).opt_state.layouts)
+    assert dataclasses.replace(specs) == specs
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs here")
+def test_a_temporary_folder_in_memory_is_told(monkeypatch):
+    from funzero.executor import stores
+
+    monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
+    stores.default_folder.cache_clear()
+    with pytest.warns(UserWarning, match="which is in memory"):
+        folder = stores.default_folder()
+    os.rmdir(folder)
+    stores.default_folder.cache_clear()
