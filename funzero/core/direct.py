@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-CHUNK = 8 << 20
+CHUNK = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _STATX_DIOALIGN, _AT_EMPTY_PATH = 0x2000, 0x1000
 _MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156  # in struct statx

@@ -7,7 +7,7 @@ import torch
 
 from funzero.core.spec import Layout
 from funzero.executor import dispatch
-from funzero.executor.dispatch import Draw, Leaf, Moment, Rule
+from funzero.executor.dispatch import Draw, Leaf, Moment, Rule, Scale
 from funzero.executor.donate import make_writable
 from funzero.executor.stores import store_of
 from funzero.executor.stream import Operand, Part, parts, stream
@@ -35,13 +35,15 @@ class KernelUpdate:
     """One update of the chosen leaves.
 
     Attributes:
-        layouts: of opt_state. weight_decay: of the leaves that decay. skip: 0-dim bool on the device, or None.
+        layouts: of opt_state. weight_decay: of the leaves that decay. scale: of the gradients.
+        skip: 0-dim bool on the device, or None.
         donate: whether leaves may be written where they are; else new ones are made.
     """
 
     layouts: Sequence[Layout]
     rule: Rule
     weight_decay: float
+    scale: Scale
     skip: torch.Tensor | None
     donate: bool
 
@@ -72,10 +74,12 @@ class KernelUpdate:
                 now.append(self._leaf(target, counts[k], cut[0], [x.source.view(-1) for x in operands]))
             else:
                 later += cut
-        dispatch.update(now, self.rule, self.skip)
+        dispatch.update(now, self.rule, self.scale, self.skip)
 
         def one(part: Part, tensors: list[torch.Tensor]) -> None:
-            dispatch.update([self._leaf(targets[part.leaf], counts[part.leaf], part, tensors)], self.rule, self.skip)
+            dispatch.update(
+                [self._leaf(targets[part.leaf], counts[part.leaf], part, tensors)], self.rule, self.scale, self.skip
+            )
 
         if later:
             stream(later, pieces[0].device, one)

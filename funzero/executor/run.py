@@ -22,7 +22,7 @@ from funzero.executor.plan import Plan
 from funzero.executor.reduce import SmallReductions
 from funzero.executor.session import Placement, Session
 from funzero.executor.sound import first_spoilt
-from funzero.executor.update import Selection, clip, update_leaves
+from funzero.executor.update import Clipped, Selection, clip, update_leaves
 from funzero.executor.window import Window, as_node, open_window
 from funzero.transforms import loss_scale
 from funzero.transforms.accumulate import mean_aux
@@ -197,16 +197,19 @@ class Runner:
         plan, options = bound.plan, self._options
         used, weight, loss, aux = agree.close_window(plan, window)
         selection = bound.selection(used)
-        grads, norm, bad = clip(selection, selection.reduce(window), weight, flat.scale, options)
+        clipped = clip(selection, selection.reduce(window), weight, flat.scale, options)
+        norm = clipped.norm
         finite, empty = torch.isfinite(norm) & torch.isfinite(loss), weight == 0
         skip = ~finite | empty
         on_host = plan.mesh.device.type == "cpu"
         if on_host and bool(skip):
-            self._bad_leaf = "; their weight was 0" if bool(empty) else f"; the first bad gradient is that of {bad()}"
+            self._bad_leaf = (
+                "; their weight was 0" if bool(empty) else f"; the first bad gradient is that of {clipped.bad()}"
+            )
             refused = torch.zeros_like(skip)
         else:
             largest = norm if options.max_norm is None else norm.clamp(max=options.max_norm)
-            refused = self._apply(selection, flat, window, grads, largest, weight, None if on_host else skip)
+            refused = self._apply(selection, flat, window, clipped, largest, weight, None if on_host else skip)
             refused = refused & ~skip
             skip = skip | refused
         flat.step = flat.step + ~skip
@@ -235,7 +238,7 @@ class Runner:
         selection: Selection,
         flat: FlatState,
         window: Window,
-        grads: list[torch.Tensor],
+        clipped: Clipped,
         largest: torch.Tensor,
         weight: torch.Tensor,
         skip: torch.Tensor | None,
@@ -249,7 +252,7 @@ class Runner:
             return spoilt > 0
         skip = skip if skip is None else skip | (spoilt > 0)
         try:
-            found = update_leaves(selection, flat, grads, largest, skip, donate)
+            found = update_leaves(selection, flat, clipped, largest, skip, donate)
         except BaseException:
             if donate:
                 poison(flat.old, spent=True)

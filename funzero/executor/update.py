@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +11,7 @@ from funzero.core import tree as tree_lib
 from funzero.core.collectives import Group, post_gather, travel_groups
 from funzero.core.spec import Layout
 from funzero.executor import fused, place
-from funzero.executor.dispatch import Draw
+from funzero.executor.dispatch import UNSCALED, Draw, Scale
 from funzero.executor.donate import make_writable, private
 from funzero.executor.flat import FlatState
 from funzero.executor.kernel_update import KernelUpdate, Target
@@ -167,14 +168,27 @@ class Selection:
         return travel_groups([part and dataclasses.replace(part, dtype=kept[i].dtype) for i, part in self.parts])
 
 
+class Clipped(NamedTuple):
+    """Finalised gradients of the chosen leaves.
+
+    Attributes:
+        norm: 0-dim float64, before the clip. bad: names a leaf that is not finite. scale: what is left for the kernel to do.
+    """
+
+    grads: list[torch.Tensor]
+    norm: torch.Tensor
+    bad: Callable[[], str]
+    scale: Scale = UNSCALED
+
+
 def clip(
     selection: Selection,
     grads: list[torch.Tensor],
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     options: StepOptions,
-) -> Any:
-    """Finalised, clipped gradients, their norm (0-dim float64, before the clip), and a function that names a bad leaf.
+) -> "Clipped":
+    """Gradients divided and clipped, at once or by the kernel that reads them.
 
     Multiplications by exactly 1 are left out where the host can see it: on the CPU.
     """
@@ -184,6 +198,11 @@ def clip(
     divisor = torch.where(weight == 0, 1.0, weight) if options.reduction == "mean" else torch.ones_like(weight)
     if scale is not None:
         divisor = divisor * scale
+    if on_host and selection.kernel is not None:
+        sums = selection.norm.sums(grads)
+        norm = sums.sum().sqrt() / divisor
+        factor = 1.0 if options.max_norm is None else float(clip_factor(norm, options.max_norm))
+        return Clipped(grads, norm, lambda: selection.norm.first_bad(sums), Scale(float(divisor), factor))
     if grads and not (on_host and float(divisor) == 1.0):
         grads = grads if fresh else private(grads)
         torch._foreach_div_(grads, divisor)
@@ -194,13 +213,13 @@ def clip(
         if not (on_host and float(factor) == 1.0):
             grads = grads if fresh else private(grads)
             torch._foreach_mul_(grads, factor)
-    return grads, norm, lambda: selection.norm.first_bad(sums)
+    return Clipped(grads, norm, lambda: selection.norm.first_bad(sums))
 
 
 def update_leaves(
     selection: Selection,
     flat: FlatState,
-    grads: list[torch.Tensor],
+    clipped: Clipped,
     largest: torch.Tensor,
     skip: torch.Tensor | None,
     donate: bool,
@@ -208,11 +227,12 @@ def update_leaves(
     """Replaces the params and the opt_state of `flat`, unless something finite in them would cease to be.
 
     Args:
-        grads: finalised, of the chosen leaves. largest: no element of theirs is beyond it, 0-dim float64.
+        clipped: from `clip`. largest: no element of theirs is beyond it, 0-dim float64.
         skip: 0-dim bool on the device that makes the update a no-op, or None when the host knows that it happens.
 
     Returns: 0, or which leaf refused the update, see `Selection.refuser`; int64 on the device, equal on every rank.
     """
+    grads, scale = clipped.grads, clipped.scale
     if selection.kernel is None:
         return _update_composed(selection, flat, grads, skip, donate)
     hyper = selection.kernel.read(flat.opt_state)
@@ -222,13 +242,13 @@ def update_leaves(
     layouts = selection.plan.specs.opt_state.layouts
     if skip is not None and tame:
         too_large = largest.square() >= torch.finfo(torch.float32).max
-        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, skip | too_large, donate))
+        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, scale, skip | too_large, donate))
         return too_large.long()
     if tame:
-        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, skip, donate))
+        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, scale, skip, donate))
         return torch.zeros((), dtype=torch.int64)
     before, state = list(flat.params), list(flat.opt_state)
-    _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, skip, donate=False))
+    _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, scale, skip, donate=False))
     places = selection.params_at
     found = first_spoilt(
         [*(before[i] for i in places), *state],

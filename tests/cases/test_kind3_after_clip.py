@@ -8,7 +8,7 @@ from funzero.executor import fused
 from funzero.executor.dispatch import Adam, Leaf, Lion, Moment, Momentum, update
 from funzero.executor.flat import FlatState
 from funzero.executor.plan import Plan
-from funzero.executor.update import Selection, update_leaves
+from funzero.executor.update import Clipped, Selection, update_leaves
 from tests.cases.common import STAGES, close, difference, launch, linear, one_for_all, rows, whole
 from tests.cases.test_kind3_nonfinite import composed_adam
 from tests.ranks import pool
@@ -165,7 +165,8 @@ def test_where_only_the_device_knows_the_flag_decides(tx, bad):
     value = 1.0 if not bad else 0.0 if eps == 0 else 1e30
     grads = [torch.ones(()), torch.tensor([1.0, 1.0, value, 1.0])]
     largest = torch.tensor(max(value, 2.0), dtype=torch.float64)
-    found = update_leaves(selection, flat, grads, largest, torch.tensor(False), True)
+    clipped = Clipped(grads, largest, str)
+    found = update_leaves(selection, flat, clipped, largest, torch.tensor(False), True)
     assert bool(found) == bad
     if bad:
         assert not difference(whole(flat.close(False)), before)
