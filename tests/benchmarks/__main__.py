@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from tests.benchmarks import checkpoint, precision
+from tests.benchmarks import checkpoint, kernels, precision
 
 # name: (ranks, task, peer, [(system, largest time ratio, largest memory ratio)])
 COMPARISONS = {
@@ -59,12 +59,15 @@ def compare(name: str, repeats: int = 5) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint"]:
+    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint", "kernels"]:
         if wanted == "precision":
             precision.compare()
             continue
         if wanted == "checkpoint":
             checkpoint.compare()
+            continue
+        if wanted == "kernels":
+            kernels.compare()
             continue
         for line in compare(wanted):
             print(line, flush=True)
