@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import checks, reference, run
+from . import reference, run
 
 _NAME = "funzero_kernels"
 _RULES = {rule.__name__: rule for rule in (reference.Adam, reference.Lion, reference.Momentum)}
@@ -61,7 +61,6 @@ def _update(param: torch.Tensor, grad: torch.Tensor, master: torch.Tensor | None
     rule = _RULES[name](*numbers)
     moments = tuple(_moments(values, iter(scales), iter(books), blocks))
     leaf = reference.Leaf(param, grad, moments, master, count, weight_decay, tuple(_draws(param.numel(), *draws)))
-    checks.leaf(leaf, rule, "leaf")
     run.update([leaf], rule, reference.Scale(*scale), threads)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from . import captured, checks, run
+from . import captured, run
 from .reference import UNSCALED, Adam, Draw, Leaf, Lion, Moment, Momentum, Rule, Scale
 
 __all__ = [
@@ -37,8 +37,6 @@ def update(leaves: Sequence[Leaf], rule: Rule, scale: Scale = UNSCALED, threads:
 
     Raises: ValueError: names the tensor that has a wrong shape, dtype, device or layout; nothing is written then.
     """
-    for i, leaf in enumerate(leaves):
-        checks.leaf(leaf, rule, f"leaves[{i}]")
     if not _seen([leaf.param for leaf in leaves]):
         run.update(leaves, rule, scale, threads)
         return

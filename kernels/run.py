@@ -1,4 +1,4 @@
-"""Runs kernels at once: the backend of each device, on tensors that hold memory and have been checked."""
+"""Runs kernels at once: checks, then the backend of each device."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,9 @@ from .backends import backend
 
 
 def update(leaves: Sequence[reference.Leaf], rule: reference.Rule, scale: reference.Scale, threads: int | None) -> None:
-    """`ops.update` of checked leaves."""
+    """`ops.update`."""
+    for i, leaf in enumerate(leaves):
+        checks.leaf(leaf, rule, f"leaves[{i}]")
     by_device: dict[str, list[reference.Leaf]] = {}
     for leaf in leaves:
         by_device.setdefault(leaf.param.device.type, []).append(leaf)

@@ -52,5 +52,5 @@ struct Level {
   void (*accumulate)(float* acc, const void* grad, int32_t dtype, int64_t begin, int64_t end, float weight, float* scratch);
 };
 
-constexpr int64_t kUnit = 1024;         // float32 scratch of so many elements stays in the first-level cache
-constexpr int64_t kScratchArrays = 5;   // param, grad, two moments, random bits
+constexpr int64_t kUnit = 512;         // float32 scratch of so many elements stays in the first-level cache
+constexpr int64_t kScratchArrays = 4;  // param, grad, two moments

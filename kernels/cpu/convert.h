@@ -7,17 +7,8 @@
 
 namespace {
 
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
+inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 constexpr uint32_t kMagnitude = 0x7FFFFFFF, kInfinity = 0x7F800000;
 constexpr uint32_t kLargestBfloat16 = 0x7F7F0000;
@@ -57,35 +48,53 @@ inline float* load(const void* data, int32_t dtype, int64_t at, int64_t n, float
   return scratch;
 }
 
+constexpr uint32_t kMix1 = 0x7FEB352D, kMix2 = 0x846CA68B;
+
 inline uint32_t mix(uint32_t x) {
-  x = (x ^ x >> 16) * 0x7FEB352Du;
-  x = (x ^ x >> 15) * 0x846CA68Bu;
+  x = (x ^ x >> 16) * kMix1;
+  x = (x ^ x >> 15) * kMix2;
   return x ^ x >> 16;
 }
 
-// The bits of elements `at` to `at + n` of a leaf, 16 for each.
-inline void draw_bits(const Draw& draw, int64_t at, int64_t n, uint32_t* __restrict bits) {
+// 16 random bits: the upper half of mix(x), whose last step changes the lower half only.
+inline uint32_t upper_of_mix(uint32_t x) {
+  x = (x ^ x >> 16) * kMix1;
+  return (x ^ x >> 15) * kMix2 >> 16;
+}
+
+// Rounds elements `at` to `at + n` of a leaf by their draws: up in magnitude with the probability of the distance. `x` and
+// `to` begin at the first. Returns the largest magnitude: what lies past kLargestBfloat16 is wrong.
+inline uint32_t round_drawn(const float* __restrict x, uint16_t* __restrict to, const Draw& draw, int64_t at, int64_t n) {
+  uint32_t largest = 0;
   if (draw.kind == kIndex) {
     const int64_t* __restrict index = draw.index + at;
     for (int64_t i = 0; i < n; ++i) {
-      uint32_t low = uint32_t(uint64_t(index[i])), high = uint32_t(uint64_t(index[i]) >> 32);
-      bits[i] = mix(mix(low + draw.add) + mix(high + draw.high) + draw.then) >> 16;
+      const uint32_t low = uint32_t(uint64_t(index[i])), high = uint32_t(uint64_t(index[i]) >> 32);
+      const uint32_t random = upper_of_mix(mix(low + draw.add) + mix(high + draw.high) + draw.then);
+      const uint32_t bits = bits_of(x[i]), magnitude = bits & kMagnitude;
+      largest = magnitude > largest ? magnitude : largest;
+      to[i] = uint16_t((bits + random) >> 16);
     }
-    return;
+    return largest;
   }
-  uint64_t first = uint64_t(draw.start) + uint64_t(at);
+  const uint64_t first = uint64_t(draw.start) + uint64_t(at);
   for (int64_t done = 0; done < n;) {  // runs of indices with the same high half
-    uint32_t low = uint32_t(first + done) + draw.add, rest = mix(uint32_t((first + done) >> 32) + draw.high) + draw.then;
-    int64_t run = int64_t((uint64_t(1) << 32) - uint32_t(first + done));
-    int32_t count = int32_t(run < n - done ? run : n - done);
-    for (int32_t i = 0; i < count; ++i) bits[done + i] = mix(mix(low + uint32_t(i)) + rest) >> 16;
+    const uint32_t low = uint32_t(first + uint64_t(done)), high = uint32_t((first + uint64_t(done)) >> 32);
+    const uint32_t start = low + draw.add, rest = mix(high + draw.high) + draw.then;
+    const int64_t run = int64_t((uint64_t(1) << 32) - low);
+    const int32_t count = int32_t(run < n - done ? run : n - done);  // gcc 12 uses no vectors if `i` has 64 bits
+    for (int32_t i = 0; i < count; ++i) {
+      const uint32_t bits = bits_of(x[done + i]), magnitude = bits & kMagnitude;
+      largest = magnitude > largest ? magnitude : largest;
+      to[done + i] = uint16_t((bits + upper_of_mix(mix(start + uint32_t(i)) + rest)) >> 16);
+    }
     done += count;
   }
+  return largest;
 }
 
 // Writes float32 to elements `at` to `at + n` in their dtype, unless `x` is that memory.
-inline void store(const float* __restrict x, void* data, int32_t dtype, int64_t at, int64_t n, const Draw& draw,
-                  uint32_t* __restrict scratch) {
+inline void store(const float* __restrict x, void* data, int32_t dtype, int64_t at, int64_t n, const Draw& draw) {
   if (dtype == kFloat32) {
     float* to = static_cast<float*>(data) + at;
     if (to != x) std::memcpy(to, x, size_t(n) * 4);
@@ -96,12 +105,9 @@ inline void store(const float* __restrict x, void* data, int32_t dtype, int64_t 
     for (int64_t i = 0; i < n; ++i) to[i] = uint16_t(float16_of(bits_of(x[i])));
   } else if (draw.kind == kNearest) {
     for (int64_t i = 0; i < n; ++i) to[i] = uint16_t(bfloat16_of(bits_of(x[i])));
-  } else {
-    draw_bits(draw, at, n, scratch);
-    for (int64_t i = 0; i < n; ++i) {
-      uint32_t bits = bits_of(x[i]), nearest = bfloat16_of(bits), drawn = (bits + scratch[i]) >> 16;
-      to[i] = uint16_t((bits & kMagnitude) > kLargestBfloat16 ? nearest : drawn);
-    }
+  } else if (round_drawn(x, to, draw, at, n) > kLargestBfloat16) {  // rare; these are rounded to nearest
+    for (int64_t i = 0; i < n; ++i)
+      if ((bits_of(x[i]) & kMagnitude) > kLargestBfloat16) to[i] = uint16_t(bfloat16_of(bits_of(x[i])));
   }
 }
 

@@ -12,25 +12,26 @@ constexpr Draw kNoDraw = {};
 
 int moments_of(const Rule& rule) { return rule.kind == kAdam ? 2 : rule.kind == kDescent ? 0 : 1; }
 
-// (grad / divisor) * factor; what has no effect is left out.
-const float* scaled(const float* g, const Rule& rule, int64_t n, float* __restrict out) {
+// (grad / divisor) * factor into `out`, which may be `g`; what has no effect is left out.
+const float* scaled(const float* g, const Rule& rule, int64_t n, float* out) {
   const float divisor = rule.divisor, factor = rule.factor;
-  if (divisor != 1) {
-    for (int64_t i = 0; i < n; ++i) out[i] = g[i] / divisor * factor;
+  if (divisor == 1 && factor == 1) return g;
+  const uint32_t bits = bits_of(divisor);
+  if ((bits & 0x7FFFFF) == 0 && bits - 1 < (252u << 23)) {  // a power of two with an inverse: as exact, and faster
+    const float inverse = 1 / divisor;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) out[i] = g[i] * inverse * factor;
     return out;
   }
-  if (factor != 1) {
-    for (int64_t i = 0; i < n; ++i) out[i] = g[i] * factor;
-    return out;
-  }
-  return g;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) out[i] = g[i] / divisor * factor;
+  return out;
 }
 
 void update(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end, int64_t unit, float* scratch) {
   const int moments = moments_of(rule);
   const int64_t room = unit < leaf.n ? unit : leaf.n;
   float *for_p = scratch, *for_g = scratch + room;
-  uint32_t* bits = reinterpret_cast<uint32_t*>(scratch + 4 * room);
   float* for_m[2] = {scratch + 2 * room, scratch + 3 * room};
   Book books[2] = {Book(leaf.moments[0]), Book(leaf.moments[1])};
   for (int64_t at = begin; at < end; at += unit) {
@@ -50,11 +51,11 @@ void update(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end, int6
         for (int64_t i = 0; i < n; ++i) m[k][i] *= m[k][i];
     }
     apply(rule, leaf, n, p, g, m[0], m[1]);
-    store(p, leaf.param, leaf.param_dtype, at, n, leaf.master ? kNoDraw : leaf.draws[0], bits);
+    store(p, leaf.param, leaf.param_dtype, at, n, leaf.master ? kNoDraw : leaf.draws[0]);
     for (int k = 0; k < moments; ++k) {
       const Moment& moment = leaf.moments[k];
       if (moment.dtype != kCodes) {
-        store(m[k], moment.values, moment.dtype, at, n, leaf.draws[1 + k], bits);
+        store(m[k], moment.values, moment.dtype, at, n, leaf.draws[1 + k]);
         continue;
       }
       if (k == 1)

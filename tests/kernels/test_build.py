@@ -14,7 +14,13 @@ from kernels import backends, ops, reference
 from kernels.cpu import build
 from kernels.reference import Leaf, Momentum
 
-FIRST_USE = "import torch; from kernels import ops; print(ops.square_sum(torch.ones(5), 5).item())"
+FIRST_USE = """
+import torch
+from kernels import ops
+from kernels.cpu import build
+build.FLAGS = [*build.FLAGS, "-O0"]
+print(ops.square_sum(torch.ones(5), 5).item())
+"""
 
 
 @pytest.fixture

@@ -126,10 +126,11 @@ def test_captured_update_has_the_same_bits(name):
 @pytest.mark.parametrize("name", ["adam-codes64", "lion-bfloat16", "descent-float32"])
 def test_opcheck_update(name, monkeypatch):
     calls = []
-    op = torch.ops.funzero_kernels.update
-    monkeypatch.setattr(torch.ops.funzero_kernels, "update", lambda *args: calls.append(args))
-    captured.update(copy(SAMPLES[name][0]), SAMPLES[name][1], UNSCALED, 1)
-    torch.library.opcheck(op.default, calls[0])
+    op = torch.ops.funzero_kernels.update.default
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.funzero_kernels, "update", lambda *args: calls.append(args))
+        captured.update(copy(SAMPLES[name][0]), SAMPLES[name][1], UNSCALED, 1)
+    torch.library.opcheck(op, calls[0])
 
 
 def test_opcheck_sums():

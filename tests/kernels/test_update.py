@@ -58,7 +58,20 @@ def test_product(rule, kept, level):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("scale", [UNSCALED, Scale(8.0), Scale(1.0, 0.3), Scale(0.0, 1.0), Scale(1e-30, 1e30)])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        UNSCALED,
+        Scale(8.0),
+        Scale(2.0**-126, 0.5),
+        Scale(2.0**127),
+        Scale(-4.0),
+        Scale(2.0**-149),
+        Scale(1.0, 0.3),
+        Scale(0.0, 1.0),
+        Scale(1e-30, 1e30),
+    ],
+)
 def test_scales(rule, scale):
     leaves = [
         leaf(RULES[rule], 1025, "float32", g, "float32", False, "none", s, 0) for g in DTYPES for s in (False, True)
