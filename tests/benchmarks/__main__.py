@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.benchmarks import checkpoint, precision
+from tests.benchmarks import checkpoint, kernels, precision
 
 LIMIT_S, LEAVE_S = 300, 10
 # name: (ranks, task, peer, [(system, largest time ratio, largest memory ratio)])
@@ -81,12 +81,15 @@ def compare(name: str, repeats: int = 5) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint"]:
+    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint", "kernels"]:
         if wanted == "precision":
             precision.compare()
             continue
         if wanted == "checkpoint":
             checkpoint.compare()
+            continue
+        if wanted == "kernels":
+            kernels.compare()
             continue
         for line in compare(wanted):
             print(line, flush=True)

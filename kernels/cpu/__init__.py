@@ -1,0 +1,1 @@
+"""The kernels in C++ for CPUs: bit for bit what `reference` computes."""

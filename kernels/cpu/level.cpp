@@ -1,0 +1,114 @@
+// The kernels for one instruction set: compiled once for each, with the flags of build.py, as the table FZ_LEVEL.
+//
+// Nothing here may call a function that other files define inline (such as std::vector's): the linker keeps one copy of
+// those, which may be the one compiled for instructions that this machine lacks.
+#include "blockwise.h"
+#include "convert.h"
+#include "rules.h"
+
+namespace {
+
+constexpr Draw kNoDraw = {};
+
+int moments_of(const Rule& rule) { return rule.kind == kAdam ? 2 : rule.kind == kDescent ? 0 : 1; }
+
+// (grad / divisor) * factor into `out`, which may be `g`; what has no effect is left out.
+const float* scaled(const float* g, const Rule& rule, int64_t n, float* out) {
+  const float divisor = rule.divisor, factor = rule.factor;
+  if (divisor == 1 && factor == 1) return g;
+  const uint32_t bits = bits_of(divisor);
+  if ((bits & 0x7FFFFF) == 0 && bits - 1 < (252u << 23)) {  // a power of two with an inverse: as exact, and faster
+    const float inverse = 1 / divisor;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) out[i] = g[i] * inverse * factor;
+    return out;
+  }
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) out[i] = g[i] / divisor * factor;
+  return out;
+}
+
+void update(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end, int64_t unit, float* scratch) {
+  const int moments = moments_of(rule);
+  const int64_t room = unit < leaf.n ? unit : leaf.n;
+  float *for_p = scratch, *for_g = scratch + room;
+  float* for_m[2] = {scratch + 2 * room, scratch + 3 * room};
+  Book books[2] = {Book(leaf.moments[0]), Book(leaf.moments[1])};
+  for (int64_t at = begin; at < end; at += unit) {
+    const int64_t n = at + unit < end ? unit : end - at;
+    float* p = leaf.master ? leaf.master + at : load(leaf.param, leaf.param_dtype, at, n, for_p);
+    const float* g = scaled(load(leaf.grad, leaf.grad_dtype, at, n, for_g), rule, n, for_g);
+    float* m[2] = {nullptr, nullptr};
+    for (int k = 0; k < moments; ++k) {
+      const Moment& moment = leaf.moments[k];
+      if (moment.dtype != kCodes) {
+        m[k] = load(moment.values, moment.dtype, at, n, for_m[k]);
+        continue;
+      }
+      m[k] = for_m[k];
+      decode(books[k], moment, at, n, m[k]);
+      if (k == 1)
+        for (int64_t i = 0; i < n; ++i) m[k][i] *= m[k][i];
+    }
+    apply(rule, leaf, n, p, g, m[0], m[1]);
+    store(p, leaf.param, leaf.param_dtype, at, n, leaf.master ? kNoDraw : leaf.draws[0]);
+    for (int k = 0; k < moments; ++k) {
+      const Moment& moment = leaf.moments[k];
+      if (moment.dtype != kCodes) {
+        store(m[k], moment.values, moment.dtype, at, n, leaf.draws[1 + k]);
+        continue;
+      }
+      if (k == 1)
+        for (int64_t i = 0; i < n; ++i) m[k][i] = __builtin_sqrtf(m[k][i]);
+      encode(books[k], moment, at, n, m[k]);
+    }
+  }
+}
+
+typedef float Floats __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(64)));
+
+constexpr int64_t kVectors = 4, kLanes = kVectors * 8;
+
+// Lane k takes elements k, k + 32, ...; so the sum is the same at every level.
+inline void add_squares(Doubles (&sums)[kVectors], const float* x, int64_t n) {
+  Floats next[kVectors] = {};
+  std::memcpy(next, x, size_t(n) * 4);
+  for (int k = 0; k < kVectors; ++k) {
+    Doubles wide = __builtin_convertvector(next[k], Doubles);
+    sums[k] += wide * wide;
+  }
+}
+
+double square_sum_of_chunk(const void* x, int32_t dtype, int64_t begin, int64_t end, float* scratch) {
+  Doubles sums[kVectors] = {};
+  for (int64_t at = begin; at < end; at += kUnit) {
+    const int64_t n = at + kUnit < end ? kUnit : end - at;
+    const float* values = load(x, dtype, at, n, scratch);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) add_squares(sums, values + i, kLanes);
+    if (i < n) add_squares(sums, values + i, n - i);
+  }
+  Doubles all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  return ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
+}
+
+// Of whole chunks: `begin` is a multiple of `chunk`.
+void square_sum(const void* x, int32_t dtype, int64_t begin, int64_t end, int64_t chunk, double* out, float* scratch) {
+  for (int64_t at = begin; at < end; at += chunk)
+    out[at / chunk] = square_sum_of_chunk(x, dtype, at, end - at < chunk ? end : at + chunk, scratch);
+}
+
+void accumulate(float* acc, const void* grad, int32_t dtype, int64_t begin, int64_t end, float weight, float* scratch) {
+  for (int64_t at = begin; at < end; at += kUnit) {
+    const int64_t n = at + kUnit < end ? kUnit : end - at;
+    const float* __restrict g = load(grad, dtype, at, n, scratch);
+    float* __restrict to = acc + at;
+    for (int64_t i = 0; i < n; ++i) to[i] = to[i] + weight * g[i];
+  }
+}
+
+}  // namespace
+
+extern const Level FZ_LEVEL;
+const Level FZ_LEVEL = {update, square_sum, accumulate};

@@ -1,0 +1,59 @@
+"""Sums of squares and accumulation."""
+
+import pytest
+import torch
+
+from kernels import ops, reference
+from tests.kernels.common import floats, levels, library, same
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def values(n: int, dtype: torch.dtype, special: bool = False) -> torch.Tensor:
+    return floats(n, dtype, torch.Generator().manual_seed(n), special)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 7, 31, 33, 1023, 1025, 4099, 70_001])
+def test_square_sum_is_near_the_reference_and_equal_at_all_levels_and_threads(n, dtype):
+    x = values(n, dtype)
+    for chunk in (1, 40, 1024, 5000, 1 << 40):
+        first = library(0).square_sum(x, chunk, 1)
+        torch.testing.assert_close(first, reference.square_sum(x, min(chunk, n + 1)), rtol=1e-13, atol=0)
+        for level in levels():
+            for threads in (1, 2, 3):
+                same(library(level).square_sum(x, chunk, threads), first, f"level {level}, {threads} threads")
+
+
+def test_square_sum_is_exact_where_the_sum_is():
+    x = torch.randint(-1000, 1000, (50_001,), dtype=torch.float32)
+    assert torch.equal(ops.square_sum(x, 777), reference.square_sum(x, 777))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_square_sum_of_pieces_cut_at_chunks(dtype):
+    x, chunk = values(20_000, dtype), 512
+    whole = ops.square_sum(x, chunk)
+    pieces = [ops.square_sum(piece, chunk) for piece in x.split(7 * chunk)]
+    same(torch.cat(pieces), whole, "pieces")
+
+
+def test_square_sum_of_what_is_not_finite():
+    x = torch.ones(3000)
+    x[10], x[1500], x[2900] = float("nan"), float("inf"), 3e38
+    assert ops.square_sum(x, 1000).isfinite().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 7, 1023, 1025, 4099, 70_001])
+@pytest.mark.parametrize("special", [False, True])
+def test_accumulate(n, dtype, special):
+    grad, start = values(n, dtype, special), values(n, torch.float32, special)
+    for weight in (1.0, 1 / 3, 0.0, -1e30):
+        wanted = start.clone()
+        reference.accumulate(wanted, grad, weight)
+        for level in levels():
+            for threads in (1, 3):
+                got = torch.cat([start, start[:0]])
+                library(level).accumulate(got, grad, weight, threads)
+                same(got, wanted, f"level {level}, weight {weight}")
