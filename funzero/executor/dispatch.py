@@ -1,16 +1,37 @@
 """The kernels that the executor uses: the only importer of `funzero_kernels`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from funzero_kernels import reference
-from funzero_kernels.reference import UNSCALED, Adam, Draw, Leaf, Lion, Moment, Momentum, Rule, Scale
+from funzero_kernels import ops
+from funzero_kernels.batch import Batch
+from funzero_kernels.ops import UNSCALED, Adam, Draw, Leaf, Lion, Moment, Momentum, Rule, Scale
 
-__all__ = ["UNSCALED", "Adam", "Draw", "Leaf", "Lion", "Moment", "Momentum", "Rule", "Scale", "update"]
+__all__ = [
+    "UNSCALED",
+    "Adam",
+    "Batch",
+    "Draw",
+    "Leaf",
+    "Lion",
+    "Moment",
+    "Momentum",
+    "Rule",
+    "Scale",
+    "update",
+    "update_batch",
+]
 
 
 def update(leaves: Sequence[Leaf], rule: Rule, scale: Scale = UNSCALED, skip: torch.Tensor | None = None) -> None:
     """One update of each leaf in place; none if `skip`, a 0-dim bool, is true."""
     if skip is None or not bool(skip):
-        reference.update(leaves, rule, scale)
+        ops.update(leaves, rule, scale)
+
+
+def update_batch(batch: Batch, *how: Any, skip: torch.Tensor | None) -> None:
+    """`batch.update(*how)`; nothing if `skip` is true."""
+    if skip is None or not bool(skip):
+        batch.update(*how, torch.get_num_threads())

@@ -53,14 +53,14 @@ class FusedChain:
         if not self.count:
             return [1] * len(chosen)
         counts = torch.stack([opt_state[i] for i in self.count])
-        new = counts + 1
+        new = [n + 1 for n in counts.tolist()]
         if len(chosen) == len(self.count):
             counts += one
         else:
             counts[torch.tensor(list(chosen), device=counts.device)] += one
         for i, count in zip(self.count, counts.unbind(), strict=True):
             opt_state[i] = count
-        return [new.tolist()[i] for i in chosen]
+        return [new[i] for i in chosen]
 
 
 def is_tame(rule: Rule, weight_decay: float, largest: float) -> bool:

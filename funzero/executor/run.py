@@ -1,5 +1,6 @@
 """The loop behind a step: header, micro-batches, update, and the state that comes out."""
 
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable, poison
 from funzero.executor.flat import FlatState
+from funzero.executor.foreign import check_leaves
 from funzero.executor.init import check_made_for, check_trainable
 from funzero.executor.micro import MicroBatch, cast_batch
 from funzero.executor.options import StepOptions
@@ -72,7 +74,8 @@ class Bound:
 
 
 class Runner:
-    """Runs the calls of a `Step`. What it keeps between calls are plans, and the name of a leaf for one message."""
+    """Runs the calls of a `Step`. What it keeps between calls are plans, the name of a leaf for one message, and which
+    state it has returned last, which needs no second look."""
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class Runner:
         self._loss_fn, self._takes, self._tx, self._options = loss_fn, takes, tx, options
         self._specs, self._trainable = specs, trainable
         self._bounds: dict[StateSpecs, Bound] = {}
+        self._returned: weakref.ref[TrainState] | None = None
         self._bad_leaf = ""
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -105,7 +109,7 @@ class Runner:
             window = open_window(bound.plan, flat)
             self._run(bound, flat, window, micros)
             flat.accum = as_node(bound.plan, window)
-            return flat.close(self._options.donate)
+            return self._close(flat)
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """The end of a window; joins the micro-batches of ranks that are not there yet."""
@@ -151,6 +155,10 @@ class Runner:
 
     def _check(self, bound: Bound, state: TrainState, batch: Any) -> None:
         check_usable(state.step)
+        if self._returned is None or self._returned() is not state:
+            specs = bound.plan.specs
+            leaves = [*tree_lib.leaves(state.params), *tree_lib.leaves(state.opt_state)]
+            check_leaves(leaves, [*specs.params.layouts, *specs.opt_state.layouts])
         device, policy = bound.plan.mesh.device, self._options.precision
         if policy.loss_scale is not None and state.loss_scale is EMPTY_NODE:
             raise ValueError(
@@ -231,7 +239,12 @@ class Runner:
             flat.loss_scale = tree_lib.map(
                 lambda new, old: torch.where(empty | refused, old, new), moved, flat.loss_scale
             )
-        return flat.close(options.donate), metrics
+        return self._close(flat), metrics
+
+    def _close(self, flat: FlatState) -> TrainState:
+        state = flat.close(self._options.donate)
+        self._returned = weakref.ref(state)
+        return state
 
     def _apply(
         self,

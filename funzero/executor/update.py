@@ -14,7 +14,7 @@ from funzero.executor import fused, place
 from funzero.executor.dispatch import UNSCALED, Draw, Scale
 from funzero.executor.donate import make_writable, private
 from funzero.executor.flat import FlatState
-from funzero.executor.kernel_update import KernelUpdate, Target
+from funzero.executor.kernel_update import KernelUpdate, Targets
 from funzero.executor.options import StepOptions
 from funzero.executor.pieces import PartCaller
 from funzero.executor.plan import Plan
@@ -125,20 +125,23 @@ class Selection:
             return {}
         return moments(self.tx, self.plan.specs.grads.abstract())
 
-    def targets(self, flat: FlatState) -> list[Target]:
+    @functools.cached_property
+    def targets(self) -> Targets:
         """The chosen leaves as a kernel takes them."""
         kernel = self.kernel
         assert kernel is not None
-        round_to, masters = self.rounder(flat), self.masters or [None] * len(self.chosen)
-        return [
-            Target(kernel.moments[i], master, kernel.decays[i], self._draws(round_to, i, kernel.moments[i]))
-            for i, master in zip(self.chosen, masters, strict=True)
-        ]
+        moments, decays = ([column[i] for i in self.chosen] for column in (kernel.moments, kernel.decays))
+        return Targets(self.plan.specs.opt_state.layouts, moments, self.masters, decays)
+
+    def draws(self, flat: FlatState) -> list[tuple[Draw, ...]]:
+        """For stochastic rounding: of each chosen leaf's param and moments; else empty."""
+        if self.plan.policy.rounding != "stochastic":
+            return []
+        round_to = self.rounder(flat)
+        return [self._draws(round_to, i, at) for i, at in zip(self.chosen, self.targets.moments, strict=True)]
 
     def _draws(self, round_to: Rounder, i: int, moments: tuple[int, ...]) -> tuple[Draw, ...]:
-        """For stochastic rounding: of a leaf's param and moments, by the names that `update_stored` gives them."""
-        if round_to.rounding != "stochastic":
-            return ()
+        """By the names that `update_stored` gives them."""
         paths = tree_lib.paths(self.plan.specs.opt_state.tree)
         words = [round_to.words(self.names[i], what) for what in ("params", *(paths[m] for m in moments))]
         index = round_to.index(self.names[i])
@@ -239,16 +242,15 @@ def update_leaves(
     # Where only the device knows how large the gradients are, those whose squares overflow are refused unseen.
     rule, decay = selection.kernel.rule(hyper), hyper["weight_decay"]
     tame = selection.tame and fused.is_tame(rule, decay, float(largest) if skip is None else 0.0)
-    layouts = selection.plan.specs.opt_state.layouts
     if skip is not None and tame:
         too_large = largest.square() >= torch.finfo(torch.float32).max
-        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, scale, skip | too_large, donate))
+        _update_fused(selection, flat, grads, KernelUpdate(rule, decay, scale, skip | too_large, donate))
         return too_large.long()
     if tame:
-        _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, scale, skip, donate))
+        _update_fused(selection, flat, grads, KernelUpdate(rule, decay, scale, skip, donate))
         return torch.zeros((), dtype=torch.int64)
     before, state = list(flat.params), list(flat.opt_state)
-    _update_fused(selection, flat, grads, KernelUpdate(layouts, rule, decay, scale, skip, donate=False))
+    _update_fused(selection, flat, grads, KernelUpdate(rule, decay, scale, skip, donate=False))
     places = selection.params_at
     found = first_spoilt(
         [*(before[i] for i in places), *state],
@@ -271,10 +273,10 @@ def _update_fused(selection: Selection, flat: FlatState, grads: list[torch.Tenso
     assert kernel is not None
     make_writable(flat.params, selection.params_at, update.donate)
     make_writable(flat.opt_state, kernel.schedule_counts, update.donate)
-    targets = selection.targets(flat)
+    draws = selection.draws(flat)
     counts = kernel.advance(flat.opt_state, selection.chosen, update.skip)
     pieces = _pieces(selection, flat)
-    update.run(targets, counts, pieces, grads, flat.opt_state)
+    update.run(selection.targets, counts, pieces, grads, flat.opt_state, draws)
     _make_whole(selection, flat, pieces)
 
 

@@ -35,6 +35,7 @@ _LEAF = np.dtype(
 )
 _FACTORS = "b1 rest1 b2 rest2 eps step divisor factor".split()
 _RULE = np.dtype([("kind", "i4"), *((name, "f4") for name in _FACTORS)], align=True)
+Rows = np.ndarray[Any, np.dtype[np.void]]
 _NO_MOMENT, _NO_DRAW = (0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 0)
 
 
@@ -59,7 +60,14 @@ class Library:
         self, leaves: Sequence[reference.Leaf], rule: reference.Rule, scale: reference.Scale, threads: int
     ) -> None:
         """`reference.update` in one call."""
-        rows = np.array([_row(leaf, rule) for leaf in leaves], _LEAF)
+        self.update_rows(self.rows(leaves, rule), rule, scale, threads)
+
+    def rows(self, leaves: Sequence[reference.Leaf], rule: reference.Rule) -> Rows:
+        """What C reads of leaves."""
+        return np.array([_row(leaf, rule) for leaf in leaves], _LEAF)
+
+    def update_rows(self, rows: Rows, rule: reference.Rule, scale: reference.Scale, threads: int) -> None:
+        """`update` of what `rows` gives."""
         numbers = np.array([_numbers(rule, scale)], _RULE)
         self._done(self._c.fz_update(rows.ctypes.data, len(rows), numbers.ctypes.data, threads, self._level))
 
