@@ -70,6 +70,7 @@ def build(folder: Path, key: str, command: list[str]) -> Path:
 
     Raises: BuildError: the compiler fails, or the folder cannot be written.
     """
+    folder = folder.absolute()  # the compiler runs beside the sources
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:

@@ -50,6 +50,12 @@ def test_a_library_is_built_once(fake):
     assert build.library() == path and runs(fake) == before
 
 
+def test_a_relative_folder_is_the_caller_s(fake, monkeypatch):
+    monkeypatch.chdir(fake)
+    monkeypatch.setenv("FUNZERO_KERNELS_CACHE", "here")
+    assert build.library().parent == fake / "here"
+
+
 def test_a_damaged_library_is_built_again(fake):
     path = build.library()
     whole = path.read_bytes()

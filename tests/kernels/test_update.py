@@ -1,5 +1,6 @@
 """Updates have the reference's bits: over dtypes, rules, draws, sizes, special values, threads and levels."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,7 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.reference import UNSCALED, Adam, Leaf, Rule, Scale
-from tests.kernels.common import LEVELS, RULES, copy, draws, expected, floats, levels, library, moment, same, written
+from tests.kernels.common import (
+    LEVELS,
+    RULES,
+    book,
+    copy,
+    draws,
+    expected,
+    floats,
+    levels,
+    library,
+    moment,
+    same,
+    written,
+)
 
 SIZES = (0, 1, 7, 1023, 1025, 4099)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -106,6 +120,18 @@ def test_every_bfloat16_and_float16_is_read_and_written():
         for level in levels():
             x = Leaf(torch.zeros(1 << 16), every.view(dtype))
             check([x, Leaf(every.view(dtype).clone(), x.grad)], rule, UNSCALED, level)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 255])
+def test_books_of_fewer_values(size):
+    g = torch.Generator().manual_seed(size)
+    x = leaf(RULES["adam"], 1025, "float32", "float32", "codes64", False, "none", special=True)
+    moments = tuple(
+        m._replace(values=torch.randint(size, (1025,), generator=g, dtype=torch.uint8), book=book(i == 0, size))
+        for i, m in enumerate(x.moments)
+    )
+    for level in levels():
+        check([dataclasses.replace(x, moments=moments)], RULES["adam"], UNSCALED, level)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
