@@ -1,14 +1,16 @@
 """Checks for a machine with an accelerator: `python -m tests.device.check` (one process, about a minute).
 
-What a CPU cannot show: the same numbers on the device, keyed draws with the same bits, a skipped step without a wait for the
-host, and the time of a step beside a torch loop. Prints one line a check, and ends with 1 if one failed. Without an
-accelerator it runs the same checks on the CPU and says so, which shows only that the script works.
+What a CPU cannot show: the same numbers on the device, keyed draws and kernels with the same bits, a skipped step without a
+wait for the host, and the times of a step and of an update beside torch's. Prints one line a check, and ends with 1 if one
+failed. Without an accelerator it runs the same checks on the CPU and says so, which shows only that the script works.
 """
 
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -128,6 +130,59 @@ def speed() -> str:
 
     ratios = [seconds(own) / seconds(plain) for _ in range(5)]
     return f"ratio to a torch loop {statistics.median(ratios):.3f} (of {min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def has_triton() -> bool:
+    """Whether the Triton backend can run here."""
+    return DEVICE.type == "cuda" and find_spec("triton") is not None
+
+
+@check
+def kernel_bits() -> str:
+    """The Triton backend writes the reference's bits, for each rule, dtype, rounding and form of moments."""
+    if not has_triton():
+        return "left out: needs CUDA or ROCm, and triton"
+    from kernels import reference, triton
+    from tests.kernels.triton_leaves import BF16, F32, RULES, copied, differing, kinds, leaf_of, written
+
+    cases = 0
+    every = itertools.islice(kinds([F32, BF16, 256, (100, F32)]), 0, None, 5)
+    for cases, kind in enumerate(every, 1):
+        want = leaf_of(kind, 20000 + cases % 3, special=cases % 2 == 0)
+        found, rule = copied(want, DEVICE), RULES[kind.rule]
+        reference.update([want], rule)
+        triton.update([found], rule, skip=torch.tensor(True, device=DEVICE))
+        triton.update([found], rule)
+        wrong = {name: differing(x.cpu(), written(want)[name]) for name, x in written(found).items()}
+        assert not any(wrong.values()), f"{kind}: {wrong}"
+    x = torch.randn(1_000_003, device=DEVICE)
+    sums, moved = triton.square_sum(x, 70_000), torch.cat([x[:1], x[:140_001]])[1:]
+    assert torch.allclose(sums.cpu(), reference.square_sum(x.cpu(), 70_000), rtol=1e-13, atol=0), "square_sum"
+    assert torch.equal(sums[:2], triton.square_sum(moved, 70_000)[:2]), "square_sum of other alignment"
+    return f"equal in {cases} forms"
+
+
+@check
+def kernel_speed() -> str:
+    """AdamW in float32 beside torch's fused one: one large leaf, and many small ones."""
+    if not has_triton():
+        return "left out: needs CUDA or ROCm, and triton"
+    from kernels import triton
+    from kernels.reference import Adam, Leaf, Moment
+
+    found = []
+    for leaves, n in ((1, 1 << 26), (200, 1 << 14)):
+        p, g, m, v = ([torch.rand(n, device=DEVICE) for _ in range(leaves)] for _ in range(4))
+        counts = [torch.ones((), device=DEVICE) for _ in range(leaves)]
+        hyper = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+        flags = {"amsgrad": False, "maximize": False}
+        own = [Leaf(a, b, (Moment(c), Moment(d)), weight_decay=0.01) for a, b, c, d in zip(p, g, m, v, strict=True)]
+        ours = seconds(lambda own=own: triton.update(own, Adam(1e-4, 0.9, 0.999, 1e-8)))
+        args = (p, g, m, v, [], counts)
+        torchs = seconds(lambda args=args, more=hyper | flags: torch._fused_adamw_(*args, **more))
+        rate = 28 * n * leaves / ours / 1e9
+        found.append(f"{leaves} x {n}: {ours * 1e6:.0f} us ({rate:.0f} GB/s), ratio to torch {ours / torchs:.3f}")
+    return "; ".join(found)
 
 
 def main() -> int:
