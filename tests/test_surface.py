@@ -18,7 +18,7 @@ NAMES = set(
     restore rmsprop save scale scale_by_adam scale_by_adam_4bit scale_by_adam_8bit scale_by_adan scale_by_amsgrad
     scale_by_factored_rms scale_by_learning_rate scale_by_lion scale_by_muon scale_by_param_block_rms scale_by_rms
     scale_by_rss scale_by_schedule scale_by_stddev scale_by_trust_ratio schedule_free schedule_free_adamw
-    schedule_free_eval_params schedule_free_sgd schedules sgd shard skip_nonfinite split_module tie trace trainable
+    schedule_free_eval_params schedule_free_sgd schedules sgd shard skip_nonfinite split_module tie trace trainable with_memory
     tree with_hyperparams zero_specs
     """.split()
 )

@@ -30,8 +30,9 @@ class Targets:
     @functools.cached_property
     def places(self) -> list[tuple[int, ...]]:
         """What a leaf has in opt_state."""
-        masters = [(i,) for i in self.masters] or [()] * len(self.moments)
-        return [(*a, *b) for a, b in zip(self.moments, masters, strict=True)]
+        if not self.masters:
+            return self.moments
+        return [(*moments, master) for moments, master in zip(self.moments, self.masters, strict=True)]
 
     @functools.cached_property
     def here(self) -> list[int]:
@@ -97,15 +98,15 @@ class KernelUpdate:
             columns += [[opt_state[i] for i in places] for places in targets.columns]
             batch = targets.batches.get(type(self.rule))
             if batch is None:
-                rows = zip(here, zip(*columns, strict=True), strict=True)
-                examples = [make(k, [x.view(-1) for x in row]) for k, row in rows]
+                rows = list(zip(*columns, strict=True))
+                examples = [make(k, [x.view(-1) for x in row]) for k, row in zip(here, rows, strict=True)]
                 batch = targets.batches[type(self.rule)] = Batch(examples, self.rule)
             how = [counts[k] for k in here], self.weight_decay, self.rule, self.scale
             dispatch.update_batch(batch, columns, *how, skip=self.skip)
         elif targets.here:
-            rows = [(k, [pieces[k], grads[k], *(opt_state[i] for i in targets.places[k])]) for k in targets.here]
-            flat = [make(k, [x.view(-1) for x in row]) for k, row in rows]
-            dispatch.update(flat, self.rule, self.scale, self.skip)
+            of = {k: [pieces[k], grads[k], *(opt_state[i] for i in targets.places[k])] for k in targets.here}
+            leaves = [make(k, [x.view(-1) for x in tensors]) for k, tensors in of.items()]
+            dispatch.update(leaves, self.rule, self.scale, self.skip)
         if targets.away:
 
             def one(part: Part, tensors: list[torch.Tensor]) -> None:

@@ -130,7 +130,8 @@ class Selection:
         """The chosen leaves as a kernel takes them."""
         kernel = self.kernel
         assert kernel is not None
-        moments, decays = ([column[i] for i in self.chosen] for column in (kernel.moments, kernel.decays))
+        moments = [kernel.moments[i] for i in self.chosen]
+        decays = [kernel.decays[i] for i in self.chosen]
         return Targets(self.plan.specs.opt_state.layouts, moments, self.masters, decays)
 
     def draws(self, flat: FlatState) -> list[tuple[Draw, ...]]:
@@ -204,8 +205,8 @@ def clip(
     if on_host and selection.kernel is not None:
         sums = selection.norm.sums(grads)
         norm = sums.sum().sqrt() / divisor
-        factor = 1.0 if options.max_norm is None else float(clip_factor(norm, options.max_norm))
-        return Clipped(grads, norm, lambda: selection.norm.first_bad(sums), Scale(float(divisor), factor))
+        left = 1.0 if options.max_norm is None else float(clip_factor(norm, options.max_norm))
+        return Clipped(grads, norm, lambda: selection.norm.first_bad(sums), Scale(float(divisor), left))
     if grads and not (on_host and float(divisor) == 1.0):
         grads = grads if fresh else private(grads)
         torch._foreach_div_(grads, divisor)
