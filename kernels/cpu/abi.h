@@ -48,8 +48,10 @@ struct Rule {
 // One of the builds of level.cpp. Ranges are of elements; `unit` elements are processed at a time.
 struct Level {
   void (*update)(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end, int64_t unit, float* scratch);
-  void (*square_sum)(const void* x, int32_t dtype, int64_t begin, int64_t end, int64_t chunk, double* out, float* scratch);
-  void (*accumulate)(float* acc, const void* grad, int32_t dtype, int64_t begin, int64_t end, float weight, float* scratch);
+  void (*square_sum)(const void* x, int32_t dtype, int64_t begin, int64_t end, int64_t chunk, double* out,
+                     float* scratch);
+  void (*accumulate)(float* acc, const void* grad, int32_t dtype, int64_t begin, int64_t end, float weight,
+                     float* scratch);
 };
 
 constexpr int64_t kUnit = 512;         // float32 scratch of so many elements stays in the first-level cache

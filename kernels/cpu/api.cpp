@@ -87,7 +87,8 @@ FZ_EXPORT int32_t fz_update(const Leaf* leaves, int64_t count, const Rule* rule,
     total += leaves[i].n;
     room = std::max(room, std::min(unit_of(leaves[i]), leaves[i].n));
   }
-  return spread(total, threads, std::max<int64_t>(room, 1) * kScratchArrays, [=, &kernels](int64_t share, int64_t shares, float* scratch) {
+  room = std::max<int64_t>(room, 1) * kScratchArrays;
+  return spread(total, threads, room, [=, &kernels](int64_t share, int64_t shares, float* scratch) {
     int64_t offset = 0;
     for (int64_t i = 0; i < count; ++i) {
       const Leaf& leaf = leaves[i];
@@ -100,17 +101,21 @@ FZ_EXPORT int32_t fz_update(const Leaf* leaves, int64_t count, const Rule* rule,
   });
 }
 
-FZ_EXPORT int32_t fz_square_sum(const void* x, int32_t dtype, int64_t n, int64_t chunk, double* out, int32_t threads, int32_t level) {
+FZ_EXPORT int32_t fz_square_sum(const void* x, int32_t dtype, int64_t n, int64_t chunk, double* out, int32_t threads,
+                                int32_t level) {
   const Level& kernels = level_of(level);
   return spread(n, threads, kUnit, [=, &kernels](int64_t share, int64_t shares, float* scratch) {
-    kernels.square_sum(x, dtype, cut(share, shares, n, 0, n, chunk), cut(share + 1, shares, n, 0, n, chunk), chunk, out, scratch);
+    const int64_t begin = cut(share, shares, n, 0, n, chunk), end = cut(share + 1, shares, n, 0, n, chunk);
+    kernels.square_sum(x, dtype, begin, end, chunk, out, scratch);
   });
 }
 
-FZ_EXPORT int32_t fz_accumulate(float* acc, const void* grad, int32_t dtype, int64_t n, float weight, int32_t threads, int32_t level) {
+FZ_EXPORT int32_t fz_accumulate(float* acc, const void* grad, int32_t dtype, int64_t n, float weight, int32_t threads,
+                                int32_t level) {
   const Level& kernels = level_of(level);
   return spread(n, threads, kUnit, [=, &kernels](int64_t share, int64_t shares, float* scratch) {
-    kernels.accumulate(acc, grad, dtype, cut(share, shares, n, 0, n, kUnit), cut(share + 1, shares, n, 0, n, kUnit), weight, scratch);
+    const int64_t begin = cut(share, shares, n, 0, n, kUnit), end = cut(share + 1, shares, n, 0, n, kUnit);
+    kernels.accumulate(acc, grad, dtype, begin, end, weight, scratch);
   });
 }
 
