@@ -1,9 +1,10 @@
 """Which code runs the kernels on which device; made at first use, and plain torch where it cannot be made."""
 
+import importlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,8 +54,37 @@ def _cpu() -> Backend:
         raise Unavailable(str(error)) from error
 
 
+class Triton:
+    """The kernels of `triton`, for CUDA and ROCm."""
+
+    def __init__(self) -> None:
+        self._kernels: Any = importlib.import_module(".triton", __package__)  # it imports triton, which is an extra
+
+    def update(
+        self, leaves: Sequence[reference.Leaf], rule: reference.Rule, scale: reference.Scale, threads: int
+    ) -> None:
+        """`reference.update`."""
+        self._kernels.update(leaves, rule, scale)
+
+    def square_sum(self, x: torch.Tensor, chunk: int, threads: int) -> torch.Tensor:
+        """`reference.square_sum`."""
+        found: torch.Tensor = self._kernels.square_sum(x, chunk)
+        return found
+
+    def accumulate(self, acc: torch.Tensor, grad: torch.Tensor, weight: float, threads: int) -> None:
+        """`reference.accumulate`."""
+        self._kernels.accumulate(acc, grad, weight)
+
+
+def _cuda() -> Backend:
+    try:
+        return Triton()
+    except ImportError as error:
+        raise Unavailable(f"{error}; install funzero[triton]") from error
+
+
 # Makes the backend of a device type, or raises Unavailable. Types that are not listed run in plain torch, unwarned.
-MAKERS: dict[str, Callable[[], Backend]] = {"cpu": _cpu}
+MAKERS: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "cuda": _cuda}
 _made: dict[str, Backend] = {}
 _making = threading.RLock()
 
