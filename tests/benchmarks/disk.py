@@ -100,7 +100,7 @@ class Update:
 
 def compare() -> None:
     """Prints all of it."""
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         update, in_memory = Update("disk", folder), Update("device", folder)
         rows: dict[str, list[tuple[float, float]]] = {}
