@@ -1,6 +1,7 @@
 """Bad input: a clear error that names leaf, expectation, finding and fix, and nothing changed."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -228,3 +229,27 @@ def extras_differ(rank, world):
 def test_extras_of_other_names_are_not_added_up():
     with pytest.raises(RankError, match=r"Loss\.aux: its leaves differ between ranks: rank 0: a; rank 1: b"):
         pool(2).run(extras_differ)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda x: x.double(), r"params/w: the layout says float32\[.*\] in device memory on cpu here, got float64"),
+        (lambda x: x[:1].clone(), r"params/w: the layout says"),
+        (lambda x: x.t().contiguous().t(), r"params/w: .* not contiguous"),
+    ],
+    ids=["dtype", "shape", "strides"],
+)
+def test_a_state_put_together_by_hand_is_looked_at(make, text):
+    w = torch.arange(6.0).view(2, 3)
+    state = fz.init_state({"w": w}, fz.adam(0.1))
+    step = fz.make_step(lambda p, b: p["w"].sum(), fz.adam(0.1), donate=False)
+    state, _ = step(state, {})
+    changed = dataclasses.replace(state, params={"w": make(state.params["w"])})
+    with pytest.raises(ValueError, match=text):
+        step(changed, {})
+    moments = dict(state.opt_state["scale_by_adam"], mu={"w": torch.zeros(7)})
+    changed = dataclasses.replace(state, opt_state={**state.opt_state, "scale_by_adam": moments})
+    with pytest.raises(ValueError, match=r"opt_state/scale_by_adam/mu/w: .* got float32\[7\]"):
+        step(changed, {})
+    assert int(step(state, {})[1].step) == 2
