@@ -1,10 +1,12 @@
 """Things that stay alive."""
 
+import functools
 import gc
 import itertools
 import os
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,15 +35,23 @@ def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
         return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
 
 
-def settled() -> tuple[int, int]:
-    """Number of live tensors and their bytes, once the threads of the backend have let go of theirs."""
-    samples = []
-    for _ in range(5):
-        tensors = live()
-        samples.append((len(tensors), sum(storages(tensors).values())))
-        del tensors
-        time.sleep(0.01)
+def settled(measure: Callable[[list[torch.Tensor]], Any]) -> Any:
+    """The least that `measure` finds of the live tensors, while the threads of the backend let go of theirs."""
+    samples = [measure(live())]
+    for _ in range(4):
+        time.sleep(0.02)
+        samples.append(measure(live()))
+        if samples[-1] == samples[-2]:
+            break
     return min(samples)
+
+
+def count_and_bytes(tensors: list[torch.Tensor]) -> tuple[int, int]:
+    return len(tensors), sum(storages(tensors).values())
+
+
+def bytes_beyond(others: dict[int, int], tensors: list[torch.Tensor]) -> int:
+    return sum(n for key, n in storages(tensors).items() if key not in others)
 
 
 def groups() -> int:
@@ -106,7 +116,7 @@ def fifty_steps(rank: int, world: int, stage: int, name: str, donate: bool) -> d
             if t in (10, 50):
                 if name != "plain":
                     gc.collect()
-                seen[t] = settled()
+                seen[t] = settled(count_and_bytes)
         ended = int(state.step)
         del state, metrics
         if name != "plain":
@@ -143,7 +153,7 @@ def probe(seen: list[int]) -> fz.Transform:
     """A transform that counts the leaf-sized buffers there are when the optimizer runs."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        seen.append(sum(n >= LEAF // 3 * 4 for n in storages(live()).values()))
+        seen.append(settled(lambda tensors: sum(n >= LEAF // 3 * 4 for n in storages(tensors).values())))
         return updates, state
 
     return fz.Transform(lambda params: {}, update, needs="element", name="probe")
@@ -190,7 +200,7 @@ def state_bytes(rank: int, world: int, sizes: list[tuple[int, ...]]) -> list[tup
             for _ in range(t):
                 state = step(state, torch.ones(4))[0]
             gc.collect()
-            there = sum(n for key, n in storages(live()).items() if key not in others)
+            there = settled(functools.partial(bytes_beyond, others))
             scalars = sum(x.nbytes for x in (state.step, state.skips, state.key))
             out.append(
                 (f"stage {stage}, {name}", t, there, specs.params.local_bytes + specs.opt_state.local_bytes + scalars)
@@ -224,7 +234,7 @@ def test_br45_plans_for_other_sets_of_used_leaves_do_not_pile_up():
         state = step(state, {"set": t})[0]
         if t in (80, 127):
             gc.collect()
-            seen[t] = settled()[0]
+            seen[t] = settled(count_and_bytes)[0]
     assert seen[80] == seen[127], f"tensors alive after so many sets: {seen}"
 
 
