@@ -41,7 +41,8 @@ def square_sum(x: torch.Tensor, chunk: int) -> torch.Tensor:
         if pieces == 1:
             return parts
         sums = torch.empty(chunks, dtype=torch.float64, device=x.device)
-        programs.total[(chunks,)](parts, sums, pieces, BLOCK=BLOCK, num_warps=_warps(BLOCK), **OPTIONS)
+        steps = triton.cdiv(pieces, BLOCK)
+        programs.total[(chunks,)](parts, sums, pieces, STEPS=steps, BLOCK=BLOCK, num_warps=_warps(BLOCK), **OPTIONS)
     return sums
 
 

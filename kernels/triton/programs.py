@@ -173,8 +173,8 @@ def rounded(x, dtype: tl.constexpr, draw, i, mask):
     if dtype == tl.bfloat16:
         pattern = x.to(tl.uint32, bitcast=True)
         near = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
-        # Adding to the bits of NaN may carry into infinity or 0, and cutting them off may leave infinity.
-        near = tl.where((pattern & 0x7FFFFFFF) > 0x7F800000, (pattern >> 16) | 0x40, near)
+        # Adding to the bits of NaN may carry into the sign, which leaves 0.
+        near = tl.where((pattern & 0x7FFFFFFF) > 0x7F800000, pattern >> 16, near)
         if draw is not None:
             up = (pattern + bits16(draw, i, mask)) >> 16
             near = tl.where((pattern & 0x7FFFFFFF) > LARGEST, near, up)
@@ -226,12 +226,12 @@ def square_sum(x, parts, n, chunk, pieces, PIECE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def total(parts, sums, pieces, BLOCK: tl.constexpr):
-    """The sum of the parts of a chunk."""
+def total(parts, sums, pieces, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the parts of a chunk, of which there are at most STEPS * BLOCK."""
     row = parts + tl.program_id(0).to(tl.int64) * pieces
     found = tl.zeros([BLOCK], tl.float64)
-    for k in range(0, pieces, BLOCK):
-        i = k + tl.arange(0, BLOCK)
+    for k in range(0, STEPS):
+        i = k * BLOCK + tl.arange(0, BLOCK)
         found += tl.load(row + i, mask=i < pieces, other=0.0)
     tl.store(sums + tl.program_id(0), summed(found, BLOCK))
 

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install '.[triton]'")
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = ["floats", "codes", "sizes skips several unequal_blocks square_sums accumulations"]
+GROUPS = ["floats", "codes", "patterns borders sizes skips several unequal_blocks square_sums accumulations"]
 
 
 @pytest.mark.parametrize("groups", GROUPS)

@@ -89,8 +89,8 @@ def faults(name: str, kernel: Any, backend: str) -> Iterator[str]:
         yield f"{name}: no binary"
     if kernel.metadata.enable_fp_fusion or FLAGS.search(kernel.asm["llir"]):
         yield f"{name}: arithmetic may be rearranged"
-    if backend == "cuda" and re.search(r"\bfma\S*\.f32", text):
-        yield f"{name}: products and sums are fused"
+    if backend == "cuda" and re.search(r"\bfma\S*\.f32|\.ftz|\.approx|\.full", text):
+        yield f"{name}: fused, flushed or approximate arithmetic"
     if backend == "hip" and (".amdhsa_float_denorm_mode_32 3" not in text or "cvt_pkrtz" in text):
         yield f"{name}: subnormal numbers are flushed, or digits cut off"
     # Without a division, which is made of fused operations, the machine code must have none.

@@ -1,5 +1,6 @@
 """`python -m tests.kernels.triton_equality GROUP ...` with TRITON_INTERPRET=1: prints what differs from the reference."""
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -8,8 +9,21 @@ import numpy as np
 import torch
 
 from kernels import reference, triton
-from kernels.reference import Scale
-from tests.kernels.triton_leaves import BF16, F16, F32, RULES, SPECIAL, Kind, copied, differing, kinds, leaf_of, written
+from kernels.reference import UNSCALED, Leaf, Moment, Scale
+from tests.kernels.triton_leaves import (
+    BF16,
+    BOOKS,
+    F16,
+    F32,
+    RULES,
+    SPECIAL,
+    Kind,
+    copied,
+    differing,
+    kinds,
+    leaf_of,
+    written,
+)
 
 GROUPS: dict[str, Callable[[], Iterator[str]]] = {}
 
@@ -20,16 +34,20 @@ def group(fn: Callable[[], Iterator[str]]) -> Callable[[], Iterator[str]]:
     return fn
 
 
-def differences(kind: Kind, n: int, special: bool) -> Iterator[str]:
+def compared(label: str, want: Leaf, rule: str, scale: Scale) -> Iterator[str]:
     """Where the backends' updates of a leaf differ."""
-    want = leaf_of(kind, n, special)
-    found, scale = copied(want), Scale(3.0, 0.7)
-    reference.update([want], RULES[kind.rule], scale)
-    triton.update([found], RULES[kind.rule], scale)
+    found = copied(want)
+    reference.update([want], RULES[rule], scale)
+    triton.update([found], RULES[rule], scale)
     for name, x in written(found).items():
         count = differing(x, written(want)[name])
         if count:
-            yield f"{kind}, n = {n}, special = {special}: {count} of {x.numel()} differ in {name}"
+            yield f"{label}: {count} of {x.numel()} differ in {name}"
+
+
+def differences(kind: Kind, n: int, special: bool) -> Iterator[str]:
+    """Where the updates of a leaf of a kind differ."""
+    yield from compared(f"{kind}, n = {n}, special = {special}", leaf_of(kind, n, special), kind.rule, Scale(3.0, 0.7))
 
 
 @group
@@ -44,6 +62,31 @@ def codes() -> Iterator[str]:
     """Moments in 8 bits."""
     for i, kind in enumerate(kinds([256, (100, BF16), (F32, 600)])):
         yield from differences(kind, (300, 1, 512, 601)[i % 4], special=i % 3 == 0)
+
+
+@group
+def patterns() -> Iterator[str]:
+    """Any bits of float32 on their way into a moment: most of all NaN, subnormal numbers and those that may overflow."""
+    bits = torch.randint(-(1 << 31), 1 << 31, (6000,))
+    ends = torch.randint(0x7F7E0000, 0x7F810000, (2000,)) - torch.randint(2, (2000,)) * (1 << 31)
+    small = torch.randint(0x00FFFFFF, (2000,)) - torch.randint(2, (2000,)) * (1 << 31)
+    nan = torch.randint(0x7FFF0000, 1 << 31, (100,))
+    grad = torch.cat([bits, ends, small, nan]).to(torch.int32).view(F32)
+    for dtype, held, draws in itertools.product((F32, BF16, F16), (F32, BF16), ("none", "range")):
+        kind = Kind("trace", moments=(held,), draws=draws)
+        leaf = leaf_of(kind, len(grad))
+        leaf.moments[0].values.zero_()
+        yield from compared(f"{kind}, {dtype}", dataclasses.replace(leaf, grad=grad.to(dtype)), "trace", UNSCALED)
+
+
+@group
+def borders() -> Iterator[str]:
+    """A value on a border between two of the book has the lower code."""
+    for book in BOOKS:
+        kept = Moment(torch.zeros(256, dtype=torch.uint8), torch.zeros(1), book, 256)
+        grad = torch.ones(256)
+        grad[1 : len(book)] = (book[1:] + book[:-1]) / 2
+        yield from compared("borders", Leaf(torch.zeros(256), grad, (kept,)), "trace", UNSCALED)
 
 
 @group
