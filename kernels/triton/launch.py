@@ -101,12 +101,12 @@ def _held(moment: Moment, borders: dict[tuple[int, int], torch.Tensor]) -> progr
     return programs.Held(moment.values, moment.scales, book, borders[key], book.numel() - 1)
 
 
-def _drawn(draw: Draw | None) -> programs.Drawn | None:
+def _drawn(draw: Draw | None) -> tuple[Any, ...] | None:
     if draw is None:
         return None
-    first, index = (draw.index.start, None) if isinstance(draw.index, range) else (0, draw.index)
+    first, index = (draw.index.start, ()) if isinstance(draw.index, range) else (0, (draw.index,))
     words = (*draw.words, first, first >> 32)
-    return programs.Drawn(tuple(float(half & 0xFFFF) for word in words for half in (word, word >> 16)), index)
+    return (*(float(half & 0xFFFF) for word in words for half in (word, word >> 16)), *index)
 
 
 def _numbers(leaf: Leaf, rule: Rule, scale: Scale) -> programs.Numbers:

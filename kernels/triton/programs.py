@@ -39,17 +39,6 @@ class Held(NamedTuple):
     n_borders: Any
 
 
-class Drawn(NamedTuple):
-    """Random bits of each element.
-
-    halves: the lower and the upper 16 bits of each of: the key's words, both halves of the first index.
-    index: int64 indices, instead of consecutive ones; or None.
-    """
-
-    halves: Any
-    index: Any
-
-
 class Numbers(NamedTuple):
     """Scalars of an update; those that a rule does not use are 0. rest1, rest2: 1 - b1, 1 - b2. weight_decay: or None."""
 
@@ -71,7 +60,7 @@ def update(at, moments, draws, x, n, RULE: tl.constexpr, SPAN: tl.constexpr, BLO
     """One update of SPAN elements, in a tensor of BLOCK.
 
     Args:
-        at: `Pointers`. moments: `Held`. draws: `Drawn` or None, of the param and of each moment. x: `Numbers`.
+        at: `Pointers`. moments: `Held`. draws: of the param and of each moment, see `bits16`; or None. x: `Numbers`.
         RULE: adam, lion, sgd, trace or nesterov. SPAN: where there are codes, the elements that share a scale.
     """
     if at.skip is not None:  # noqa: SIM102 - Triton before 3.9 evaluates both sides of `and`
@@ -186,14 +175,17 @@ def rounded(x, dtype: tl.constexpr, draw, i, mask):
 
 @triton.jit
 def bits16(draw, i, mask):
-    """16 random bits of each element: uint32."""
-    h = draw.halves
-    if draw.index is None:
-        index = (word(h[8], h[9]).to(tl.int64) << 32 | word(h[6], h[7]).to(tl.int64)) + i
+    """16 random bits of each element: uint32.
+
+    draw: the lower and the upper 16 bits of each of: the key's words, both halves of the first index; and then, where
+    indices are not consecutive, all of them. No None instead: Triton 3.6 loses it in a tuple that is passed on twice.
+    """
+    if len(draw) == 10:
+        index = (word(draw[8], draw[9]).to(tl.int64) << 32 | word(draw[6], draw[7]).to(tl.int64)) + i
     else:
-        index = tl.load(draw.index + i, mask=mask, other=0)
-    x = mix(index.to(tl.uint32) + word(h[0], h[1]))
-    x = mix(x + mix((index >> 32).to(tl.uint32) + word(h[4], h[5])) + word(h[2], h[3]))
+        index = tl.load(draw[10] + i, mask=mask, other=0)
+    x = mix(index.to(tl.uint32) + word(draw[0], draw[1]))
+    x = mix(x + mix((index >> 32).to(tl.uint32) + word(draw[4], draw[5])) + word(draw[2], draw[3]))
     return x >> 16
 
 
