@@ -2,14 +2,13 @@
 
 [Note: slots and versions] A leaf on disk is a tensor without data that names a slot and a version. The step reads and
 writes slots; nothing else does. A write makes the slot's version one higher, so a leaf of an older state raises where it
-is read, as a donated leaf does. A slot goes back to the store when no leaf and no pending save refers to it. A slot that
-somebody holds, such as a save in the background, is never overwritten: the step writes to a new one.
+is read, as a donated leaf does. A step that does not donate writes to a new slot. A slot goes back to the store when no
+leaf refers to it. A save reads leaves before it returns to the loop, so no slot is written under it.
 
 [Note: whose folder] Each process makes a folder of its own below the one it is given and keeps a lock on a file in it. So two
 runs do not share names, and what a killed run left is known by its lock being free: the next run removes it.
 """
 
-import atexit
 import contextlib
 import fcntl
 import itertools
@@ -18,7 +17,7 @@ import shutil
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,12 @@ class Slot:
     """Room for the bytes of one leaf.
 
     Attributes:
-        at: its first byte in the file. nbytes: of the leaf. version: how often it was written. holds: who else reads it.
+        at: its first byte in the file. nbytes: of the leaf. version: how often it was written.
     """
 
     def __init__(self, store: "DiskStore", at: int, nbytes: int):
         self.store, self.at, self.nbytes = store, at, nbytes
-        self.version = self.holds = 0
+        self.version = 0
 
 
 class DiskStore:
@@ -68,8 +67,7 @@ class DiskStore:
         self._free: dict[int, list[int]] = {}
         self._end = 0
         self.bytes_read = self.bytes_written = 0
-        self._closer = weakref.finalize(self, _close, self.file, self._lock_file, self._pool, self.folder, os.getpid())
-        atexit.register(self._closer)
+        weakref.finalize(self, _close, self.file, self._lock_file, self._pool, self.folder, os.getpid())
 
     def slot(self, nbytes: int) -> Slot:
         """A new slot; the file system has set its bytes aside. Raises OSError for a full disk."""
@@ -192,15 +190,6 @@ class DiskLeaf(torch.Tensor):
         raw = aligned_empty(self.slot.nbytes)
         self.slot.store.start_read(self.slot, raw).wait()
         return raw.view(self.dtype).view(self.shape).to(self.device)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator["DiskLeaf"]:
-        """Within the block its slot is not overwritten."""
-        self.slot.holds += 1
-        try:
-            yield self
-        finally:
-            self.slot.holds -= 1
 
 
 def disk_leaf(path: str, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> DiskLeaf:

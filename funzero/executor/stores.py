@@ -82,7 +82,9 @@ class HostMemory:
 
     def writable(self, leaf: torch.Tensor, donate: bool) -> torch.Tensor:
         """See `Store`."""
-        return leaf.data if donate and not _compat.storage_is_shared(leaf) else torch.empty_like(leaf)
+        if donate and not _compat.storage_is_shared(leaf):
+            return leaf.data
+        return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=leaf.is_pinned())
 
     def same_room(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """See `Store`."""
@@ -136,7 +138,7 @@ class DiskMemory:
         leaf = _on_disk(leaf)
         leaf.check()
         slot = leaf.slot
-        if not donate or slot.holds:
+        if not donate:
             slot = slot.store.slot(slot.nbytes)
         slot.version += 1
         return disk_leaf(leaf.path, slot, tuple(leaf.shape), leaf.dtype, leaf.device)

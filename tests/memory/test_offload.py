@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import funzero as fz
 from funzero.core.errors import DonatedError
 from funzero.executor import stream
-from funzero.executor.disk import DiskLeaf
+from funzero.executor.disk import DiskLeaf, DiskStore
 from funzero.executor.stores import HOST
 from tests.ranks import pool
 
@@ -216,3 +218,22 @@ def test_a_temporary_folder_in_memory_is_told(monkeypatch):
         folder = stores.default_folder()
     os.rmdir(folder)
     stores.default_folder.cache_clear()
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from funzero.executor.disk import DiskStore
+store = DiskStore(Path(sys.argv[1]))
+store.start_write(store.slot(100_000), torch.ones(25_000)).wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_goes_and_a_living_one_stays(tmp_path):
+    living = DiskStore(tmp_path)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=60)
+    left = sorted(x.name for x in tmp_path.iterdir())
+    assert len(left) == 2 and living.folder.name in left
+    other = DiskStore(tmp_path)
+    assert sorted(x.name for x in tmp_path.iterdir()) == sorted([living.folder.name, other.folder.name])
