@@ -52,15 +52,24 @@ class FusedChain:
             opt_state[i].add_(one)
         if not self.count:
             return [1] * len(chosen)
-        counts = torch.stack([opt_state[i] for i in self.count])
+        counts = _stacked([opt_state[i] for i in self.count])
         new = [n + 1 for n in counts.tolist()]
         if len(chosen) == len(self.count):
-            counts += one
+            counts = counts + one
         else:
+            counts = counts.clone()
             counts[torch.tensor(list(chosen), device=counts.device)] += one
         for i, count in zip(self.count, counts.unbind(), strict=True):
             opt_state[i] = count
         return [new[i] for i in chosen]
+
+
+def _stacked(scalars: list[torch.Tensor]) -> torch.Tensor:
+    """0-dim tensors as one [n]; a view of them if they lie in a row, as `advance` leaves them."""
+    first, n = scalars[0], len(scalars)
+    at, size = first.data_ptr(), first.itemsize
+    in_a_row = list(map(torch.Tensor.data_ptr, scalars)) == list(range(at, at + size * n, size))
+    return first.as_strided((n,), (1,)) if in_a_row else torch.stack(scalars)
 
 
 def is_tame(rule: Rule, weight_decay: float, largest: float) -> bool:
