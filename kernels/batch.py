@@ -63,7 +63,9 @@ class Batch:
     def _check(self, column: Sequence[torch.Tensor]) -> None:
         # By `map`: a fifth of the time of a comprehension.
         if list(map(torch.Tensor.numel, column)) != self._sizes or not all(map(torch.Tensor.is_contiguous, column)):
-            raise ValueError("the leaves have other sizes than those that the batch was made with, or are not contiguous")
+            raise ValueError(
+                "the leaves have other sizes than those that the batch was made with, or are not contiguous"
+            )
 
     def _fill(self, columns: Columns, counts: Sequence[int], weight_decay: float, rule: Rule) -> None:
         rows = self._rows
