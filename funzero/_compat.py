@@ -48,6 +48,12 @@ def storage_is_shared(tensor: torch.Tensor) -> bool:
     return storage_use_count(tensor.untyped_storage()._cdata) > UNSHARED
 
 
+def run_first(tensor: torch.Tensor) -> None:
+    """Makes a backward run the node of `tensor` before all others that are ready."""
+    node: Any = tensor.grad_fn
+    node._set_sequence_nr((1 << 63) - 1)
+
+
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """Within the block ops are not seen by selective activation checkpointing, which expects the same ops twice."""
@@ -64,8 +70,11 @@ def saved_tensors_hooks_now() -> Any:
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone whose memory is copied when one of the two is written to."""
-    return torch._lazy_clone(tensor)
+    """A clone whose memory is copied when one of the two is written to; at once if torch has not allocated it."""
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:  # a mapped file, or memory of numpy's
+        return tensor.clone()
 
 
 def is_lazy_clone(tensor: torch.Tensor) -> bool:

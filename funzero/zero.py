@@ -127,34 +127,38 @@ def with_memory(specs: StateSpecs, kinds: Mapping[str, str], *, folder: str | Pa
     """The same layout with other memories.
 
     Args:
-        kinds: {glob of full paths within opt_state, such as "opt_state/**": "device", "host" or "disk"}; the last match
-            wins. Leaves without dims (counts, hyper-parameters) stay on the device.
+        kinds: {glob of full paths, such as "params/**", "accum/**" or "opt_state/**": "device", "host" or "disk"}; the
+            last match wins. A finalised gradient lives where its accumulator does. Leaves without dims (counts,
+            hyper-parameters) stay on the device, and so do buffers.
         folder: of what lives on disk; ranks and runs may share it, and it is made if it is not there. Default: a temporary
             folder of each process, with a warning if that is in memory.
 
-    Raises ValueError for an unknown kind, and for a glob that matches no leaf of opt_state.
+    Raises ValueError for an unknown kind, and for a glob that matches no leaf.
 
     >>> import funzero as fz
     >>> tx, mesh = fz.adamw(1e-3), fz.abstract_mesh(dp=2)
     >>> specs = fz.zero_specs({"w": torch.empty(10, 4, device="meta")}, tx, mesh, stage=1)
-    >>> specs = with_memory(specs, {"opt_state/**": "disk", "opt_state/**/mu/**": "host"})
-    >>> [x.spec.memory for x in specs.opt_state.layouts if x.shape]
-    ['host', 'disk']
+    >>> specs = with_memory(specs, {"params/**": "host", "opt_state/**": "disk", "opt_state/**/mu/**": "host"})
+    >>> [x.spec.memory for x in (*specs.params.layouts, *specs.opt_state.layouts) if x.shape]
+    ['host', 'host', 'disk']
     """
     unknown = sorted(set(kinds.values()) - set(MEMORY_KINDS))
     if unknown:
         raise ValueError(f"with_memory: a memory is one of {MEMORY_KINDS}, got {unknown[0]!r}")
-    paths = [x.path for x in specs.opt_state.layouts]
+    fields = {name: specs.fields[name].layouts for name in ("params", "opt_state", "accum")}
+    paths = [x.path for layouts in fields.values() for x in layouts]
     hits = dict(zip(paths, tree_lib.match_globs(kinds, paths, "with_memory"), strict=True))
     where = None if folder is None else str(Path(folder).resolve())
 
-    def moved(layout: Layout) -> Layout:
-        glob = hits[layout.path]
+    def moved(layout: Layout, path: str) -> Layout:
+        glob = hits[path]
         if glob is None or not layout.shape:
             return layout
         return layout.with_spec(memory=kinds[glob], folder=where if kinds[glob] == "disk" else None)
 
-    return dataclasses.replace(specs, opt_state=specs.opt_state.map(moved))
+    made = {name: specs.fields[name].map(lambda x: moved(x, x.path)) for name in fields}
+    at = {x.path.removeprefix("accum/"): x.path for x in fields["accum"]}
+    return dataclasses.replace(specs, **made, grads=specs.grads.map(lambda x: moved(x, at[x.path])))
 
 
 def kept_shapes(shapes: Any, policy: Policy) -> Any:

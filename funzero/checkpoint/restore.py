@@ -15,7 +15,7 @@ from funzero.checkpoint.manifest import Leaf, Manifest, Piece, Span, read_manife
 from funzero.core import tree as tree_lib
 from funzero.core.spec import Layout, Spec
 from funzero.core.state import StateSpecs, TrainState
-from funzero.executor import place
+from funzero.executor.stores import keep
 
 CHECKERS = 2  # threads
 OPEN_FILES = 64  # at most, at a time
@@ -228,14 +228,14 @@ class Source:
     def local(self, name: str, layout: Layout) -> torch.Tensor:
         """What this rank holds of a leaf under a layout; its values are there when the block ends."""
         if layout.spec.unreduced and layout.mesh.index(layout.spec.unreduced):
-            return place.store(torch.zeros(layout.local_shape, dtype=layout.dtype), layout)
+            return keep(torch.zeros(layout.local_shape, dtype=layout.dtype), layout)
         lo, hi = layout.bounds(layout.index) if layout.is_flat else (0, layout.n)
         box = tuple((s.start, s.stop) for s in layout.box)
         read = self._range(name, box, lo, hi).view(layout.local_shape)
         if read.dtype == layout.dtype and layout.mesh.device.type == "cpu" and layout.spec.memory == "device":
             return read
         self._wait()
-        return place.store(read.to(layout.dtype), layout)
+        return keep(read.to(layout.dtype), layout)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole leaf in host memory."""

@@ -138,10 +138,10 @@ def eval_shape(params: Any) -> Any:
     >>> eval_shape({"w": torch.ones(2, 3)})["w"].device.type
     'meta'
     """
-    thunks = thunks_of(params)
+    thunks, key = thunks_of(params), torch.zeros(2, dtype=torch.int64, device="cpu")  # keys live in host memory
     with torch.device("meta"):
         if thunks is not None:
-            params = {path: thunk(torch.zeros(2, dtype=torch.int64)) for path, thunk in thunks.items()}
+            params = {path: thunk(key) for path, thunk in thunks.items()}
         elif callable(params) and not isinstance(params, torch.Tensor):
             params = params()
     return tree_lib.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)

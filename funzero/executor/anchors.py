@@ -5,12 +5,18 @@ function does with the leaf hangs below it, so autograd sums all uses there befo
 complete gradient to the reduction: once, whatever was evicted, fetched again, or used first without gradient. The
 gradient call differentiates with respect to an empty source tensor behind the anchor; a gradient that the loss
 function takes itself ends at the anchor and leaves the reduction alone.
+
+[Note: as soon as it is complete] The engine runs what was made last first. Anchors are made before the loss function runs,
+so theirs would be the last turns: every gradient of the model would be there before the first is reduced. They are put in
+front of everything that is ready, as torch puts the leaves of a graph.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from funzero import _compat
 
 OnGrad = Callable[[torch.Tensor], None]
 
@@ -30,6 +36,13 @@ class Anchor(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         ctx.on_grad(grad)
         return grad.new_empty(0), None, None
+
+
+def anchored(source: torch.Tensor, data: torch.Tensor, on_grad: OnGrad) -> torch.Tensor:
+    """`data` as a child of `source`; `on_grad` gets its gradient as soon as that is complete."""
+    made: torch.Tensor = Anchor.apply(source, data, on_grad)
+    _compat.run_first(made)
+    return made
 
 
 class Attach(torch.autograd.Function):

@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import torch
 
-from funzero.core.collectives import Pending, post_gather
+from funzero.core.collectives import Pending
 from funzero.core.mesh import Mesh
 from funzero.executor.forms import Forms
 from funzero.executor.gather_list import Gather, plan_gathers
+from funzero.executor.shards import Shards
 
 FINISHED = -1
 AHEAD = 2  # entries of the list that are posted before they are asked for
@@ -35,7 +36,7 @@ class GatherCache:
     """Whole pieces of cut leaves by form (see `Forms`), within a budget; lives for one call of a step.
 
     Args:
-        forms: of the lazy leaves, in the compute dtype and others. shards: the leaves' local data.
+        forms: of the lazy leaves, in the compute dtype and others. shards: their local data.
         round_: asks all ranks: takes the leaf that this one needs (or FINISHED), gives every rank's answer.
     """
 
@@ -43,7 +44,7 @@ class GatherCache:
         self,
         mesh: Mesh,
         forms: Forms,
-        shards: dict[int, torch.Tensor],
+        shards: Shards,
         options: CacheOptions,
         program: Program,
         round_: Callable[[int], list[int]],
@@ -114,6 +115,8 @@ class GatherCache:
             if ahead.evict and not (ahead.early and gathers[self._position - 1].leaf == leaf):
                 break
             self._issue(ahead)
+        for ahead in gathers[self._position : self._position + AHEAD]:
+            self._shards.ahead(ahead.leaf)
         return found
 
     def _issue(self, entry: Gather) -> None:
@@ -123,8 +126,7 @@ class GatherCache:
         self._position += 1
 
     def _post(self, leaf: int) -> None:
-        layout = self._forms[leaf]
-        self._flying[leaf] = post_gather(self._shards[self._forms.leaf(leaf)].to(layout.dtype), layout)
+        self._flying[leaf] = self._shards.post(leaf)
         self.bytes += self._forms.bytes(leaf)
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         assert self._budget is None or self.bytes <= max(self._budget, self._forms.bytes(leaf)), (
@@ -137,6 +139,10 @@ class GatherCache:
         self._versions[leaf] = whole._version
         self.leaf_of_storage[whole.untyped_storage().data_ptr()] = leaf
         return whole
+
+    def offset(self, leaf: int) -> int:
+        """Where the data of a leaf that is here begin in their storage, in elements."""
+        return int(self._data[leaf].storage_offset())
 
     def _drop(self, leaf: int) -> None:
         if leaf in self._flying:

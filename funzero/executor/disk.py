@@ -18,7 +18,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable
-from multiprocessing.pool import AsyncResult, ThreadPool
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from funzero.core.errors import DonatedError
 from funzero.executor.standin import FACTS, replaced
 
 THREADS = 4
-_PREFIX, _LOCK, _DATA = "funzero-", "lock", "leaves"
+_PREFIX, _LOCK, _DATA, _THREAD = "funzero-", "lock", "leaves", "funzero-disk"
 
 
 class Slot:
@@ -62,7 +62,7 @@ class DiskStore:
         self._lock_file = _locked(draft / _LOCK)
         os.rename(draft, self.folder)  # nobody else can see it without its lock
         self.file = DirectFile(self.folder / _DATA, direct=direct)
-        self._pool = ThreadPool(THREADS)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=_THREAD)
         self._lock = threading.Lock()
         self._free: dict[int, list[int]] = {}
         self._end = 0
@@ -104,28 +104,27 @@ class DiskStore:
     def _start(self, move: Callable[[memoryview, int], None], data: memoryview, slot: Slot, begin: int) -> "Transfer":
         at = slot.at + begin
         edges = [0, *range(CHUNK - at % CHUNK, len(data), CHUNK), len(data)] if len(data) else [0]
-        return Transfer([self._pool.apply_async(move, (data[a:b], at + a)) for a, b in itertools.pairwise(edges)])
+        return Transfer([self._pool.submit(move, data[a:b], at + a) for a, b in itertools.pairwise(edges)])
 
 
 class Transfer:
     """A read or a write under way."""
 
-    def __init__(self, parts: "list[AsyncResult[None]]"):
+    def __init__(self, parts: "list[Future[None]]"):
         self._parts = parts
 
     def wait(self) -> None:
         """Returns when all of it is done; raises its OSError, and only when no part is under way any more."""
+        wait(self._parts)
         for part in self._parts:
-            part.wait()
-        for part in self._parts:
-            part.get()
+            part.result()
 
 
-def _close(file: DirectFile, lock: Any, pool: ThreadPool, folder: Path, pid: int) -> None:
+def _close(file: DirectFile, lock: Any, pool: ThreadPoolExecutor, folder: Path, pid: int) -> None:
     if os.getpid() != pid:  # a forked child shares the folder
         return
-    pool.close()
-    pool.join()
+    inside = threading.current_thread().name.startswith(_THREAD)  # the last leaf may go wherever garbage is collected
+    pool.shutdown(wait=not inside)
     file.close()
     shutil.rmtree(folder, ignore_errors=True)
     lock.close()
@@ -184,12 +183,27 @@ class DiskLeaf(torch.Tensor):
                 f"{self.path}: this leaf was on disk and has been updated; use the state that step returned"
             )
 
+    def start_read(self) -> "Reading":
+        """Begins to read its data."""
+        self.check()
+        raw = aligned_empty(self.slot.nbytes, pinned=self.device.type != "cpu")
+        return Reading(self, raw, self.slot.store.start_read(self.slot, raw))
+
     def read(self) -> torch.Tensor:
         """Its data, on its device."""
-        self.check()
-        raw = aligned_empty(self.slot.nbytes)
-        self.slot.store.start_read(self.slot, raw).wait()
-        return raw.view(self.dtype).view(self.shape).to(self.device)
+        return self.start_read().wait()
+
+
+class Reading:
+    """A whole leaf on its way to its device. `raw`: where its bytes come to, in host memory."""
+
+    def __init__(self, leaf: DiskLeaf, raw: torch.Tensor, transfer: Transfer):
+        self._leaf, self._raw, self._transfer = leaf, raw, transfer
+
+    def wait(self) -> torch.Tensor:
+        """The leaf's values. Raises OSError."""
+        self._transfer.wait()
+        return self._raw.view(self._leaf.dtype).view(self._leaf.shape).to(self._leaf.device)
 
 
 def disk_leaf(path: str, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> DiskLeaf:

@@ -14,8 +14,9 @@ from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable
 from funzero.executor.micro import MicroBatch, call_loss, cast_batch
+from funzero.executor.placement import Placement
 from funzero.executor.plan import Plan
-from funzero.executor.session import Placement, Session
+from funzero.executor.session import Session
 from funzero.executor.window import Window
 from funzero.transforms.accumulate import mean_aux
 from funzero.transforms.grad import Takes, detached

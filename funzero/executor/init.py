@@ -13,7 +13,7 @@ from funzero.core.mesh import local_mesh
 from funzero.core.spec import Layout, Specs
 from funzero.core.state import EMPTY_NODE, StateSpecs, TrainState
 from funzero.executor import place
-from funzero.executor.stores import store_of
+from funzero.executor.stores import keep, store_of
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
 from funzero.transforms.loss_scale import as_scaling
@@ -192,7 +192,7 @@ def _placed(leaf: torch.Tensor, layout: Layout, donate: bool) -> torch.Tensor:
     part = place.cut(leaf, layout)
     ready = part.device == layout.mesh.device and part.is_contiguous() and part.numel() == leaf.numel()
     ready = ready and store_of(layout) is None
-    return part.detach() if donate and ready else place.store(part, layout)
+    return part.detach() if donate and ready else keep(part, layout)
 
 
 def _build(
@@ -212,7 +212,7 @@ def _build(
     def add(alone: Any) -> None:
         for name, leaf in zip(*tree_lib.flatten_with_paths(tx.init(alone))[:2], strict=True):
             if name not in state and leaf.dtype == layouts[name].dtype:
-                state[name] = place.store(place.cut(leaf, layouts[name]), layouts[name])
+                state[name] = keep(place.cut(leaf, layouts[name]), layouts[name])
 
     for path, make, layout in zip(tree_lib.paths(shapes), makers, specs.params.layouts, strict=True):
         whole = make()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,8 +11,37 @@ from funzero.core.spec import Layout
 from funzero.executor import dispatch
 from funzero.executor.dispatch import Batch, Draw, Leaf, Moment, Rule, Scale
 from funzero.executor.donate import make_writable
-from funzero.executor.stores import store_of
+from funzero.executor.stores import Store, fetch, fetch_range, store_of
 from funzero.executor.stream import Operand, Part, parts, stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What is updated here of one param.
+
+    Attributes:
+        at: its place among the params. kept: its layout. part: the layout of the range of it that is updated, if not all.
+    """
+
+    at: int
+    kept: Layout
+    part: Layout | None
+
+    @functools.cached_property
+    def store(self) -> Store | None:
+        """Where the param is kept; None: on the device."""
+        return store_of(self.kept)
+
+    @functools.cached_property
+    def begin(self) -> int:
+        """The first element of the local param that is updated."""
+        return 0 if self.part is None else self.part.bounds(self.part.index)[0]
+
+    def here(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Its values on the device; a view of the leaf if that is there."""
+        if self.part is None:
+            return fetch(leaf, self.kept)
+        return fetch_range(leaf, self.kept, *self.part.bounds(self.part.index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +50,15 @@ class Targets:
 
     Attributes:
         layouts: of opt_state. moments, masters: places in it; no masters: an empty list. decays: whether a leaf decays.
+        pieces: of the params. grads: layouts of the gradients.
     """
 
     layouts: Sequence[Layout]
     moments: list[tuple[int, ...]]
     masters: list[int]
     decays: list[bool]
+    pieces: list[Piece]
+    grads: Sequence[Layout]
 
     @functools.cached_property
     def places(self) -> list[tuple[int, ...]]:
@@ -37,7 +70,9 @@ class Targets:
     @functools.cached_property
     def here(self) -> list[int]:
         """The leaves all of which is on the device."""
-        return [k for k, row in enumerate(self.places) if all(store_of(self.layouts[i]) is None for i in row)]
+        kinds = zip(self.places, self.pieces, self.grads, strict=True)
+        homes = [[x.kept, g, *(self.layouts[i] for i in row)] for row, x, g in kinds]
+        return [k for k, row in enumerate(homes) if all(store_of(x) is None for x in row)]
 
     @functools.cached_property
     def columns(self) -> list[tuple[int, ...]]:
@@ -79,29 +114,29 @@ class KernelUpdate:
         self,
         targets: Targets,
         counts: Sequence[int],
-        pieces: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
+        params: list[torch.Tensor],
         opt_state: list[torch.Tensor],
         draws: Sequence[tuple[Draw, ...]],
     ) -> None:
-        """Writes pieces in place, and leaves of `opt_state` in place or replaces them.
+        """Writes leaves of `params` and `opt_state` in place, or replaces them.
 
         Args:
-            counts: of each leaf, this update included. pieces, grads: contiguous, on the device; the former are writable.
+            counts: of each leaf, this update included. grads: contiguous. params: those on the device are writable.
             draws: for stochastic rounding, of each leaf's param and moments; or empty.
         """
         make_writable(opt_state, targets.on_device, self.donate)
         make = functools.partial(self._leaf, targets, counts, draws)
+        pieces = {k: targets.pieces[k].here(params[targets.pieces[k].at]) for k in targets.here}
         if targets.here and not draws:
-            here = targets.here if targets.away else range(len(pieces))
-            columns = [[pieces[k] for k in here], [grads[k] for k in here]]
+            columns = [list(pieces.values()), [grads[k] for k in targets.here] if targets.away else grads]
             columns += [[opt_state[i] for i in places] for places in targets.columns]
             batch = targets.batches.get(type(self.rule))
             if batch is None:
                 rows = list(zip(*columns, strict=True))
-                examples = [make(k, [x.view(-1) for x in row]) for k, row in zip(here, rows, strict=True)]
+                examples = [make(k, [x.view(-1) for x in row]) for k, row in zip(targets.here, rows, strict=True)]
                 batch = targets.batches[type(self.rule)] = Batch(examples, self.rule)
-            how = [counts[k] for k in here], self.weight_decay, self.rule, self.scale
+            how = [counts[k] for k in targets.here], self.weight_decay, self.rule, self.scale
             dispatch.update_batch(batch, columns, *how, skip=self.skip)
         elif targets.here:
             of = {k: [pieces[k], grads[k], *(opt_state[i] for i in targets.places[k])] for k in targets.here}
@@ -113,7 +148,7 @@ class KernelUpdate:
                 made = make(part.leaf, tensors, slice(part.begin, part.end))
                 dispatch.update([made], self.rule, self.scale, self.skip)
 
-            stream(self._parts(targets, pieces, grads, opt_state), pieces[0].device, one)
+            stream(self._parts(targets, grads, params, opt_state), targets.grads[0].mesh.device, one)
 
     def _leaf(
         self,
@@ -138,17 +173,28 @@ class KernelUpdate:
     def _parts(
         self,
         targets: Targets,
-        pieces: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
+        params: list[torch.Tensor],
         opt_state: list[torch.Tensor],
     ) -> Iterator[Part]:
-        """The parts of the leaves that are away; replaces these in `opt_state` by what is written."""
+        """The parts of the leaves that are away; replaces these in `params` and `opt_state` by what is written."""
         for k in targets.away:
-            operands = [Operand(pieces[k], pieces[k]), Operand(grads[k])]
-            for i in targets.places[k]:
-                store, old = store_of(targets.layouts[i]), opt_state[i]
-                new = opt_state[i] = old if store is None else store.writable(old, self.donate)
-                same = store is None or store.same_room(old, new)
-                operands.append(Operand(new if same else old, new, store))
+            piece, grad = targets.pieces[k], targets.grads[k]
+            leaf = params[piece.at]
+            here = None if piece.store else piece.here(leaf)
+            operands = (
+                [Operand(here, here)]
+                if here is not None
+                else [self._written(params, piece.at, piece.kept, piece.begin)]
+            )
+            operands.append(Operand(grads[k], store=store_of(grad)))
+            operands += [self._written(opt_state, i, targets.layouts[i]) for i in targets.places[k]]
             quantum = max((targets.layouts[i].spec.quantum for i in targets.places[k]), default=1)
-            yield from parts(k, pieces[k].numel(), operands, quantum)
+            yield from parts(k, math.prod(grad.local_shape), operands, quantum)
+
+    def _written(self, leaves: list[torch.Tensor], i: int, layout: Layout, begin: int = 0) -> Operand:
+        """A leaf that is updated; in `leaves` it is replaced by the one that is written."""
+        store, old = store_of(layout), leaves[i]
+        new = leaves[i] = old if store is None else store.writable(old, self.donate)
+        same = store is None or store.same_room(old, new)
+        return Operand(new if same else old, new, store, first=begin)

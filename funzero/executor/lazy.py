@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from funzero import _compat
-from funzero.executor.anchors import Anchor, Attach, Recast, memoryless, new_source
+from funzero.executor.anchors import Attach, Recast, anchored, memoryless, new_source
 from funzero.executor.cache import GatherCache
 from funzero.executor.forms import Forms
 from funzero.executor.standin import NO_FUNCTORCH, Born, StandIn, bare
@@ -40,7 +40,7 @@ class LazyLeaves:
             made.anchor = None
         else:
             source = new_source(device, dtype)
-            anchor = self._anchors[leaf] = Anchor.apply(source, memoryless(shape, dtype, device), on_grad)
+            anchor = self._anchors[leaf] = anchored(source, memoryless(shape, dtype, device), on_grad)
             made = Born.apply(anchor)
             made.anchor = anchor
         return self._named(made, leaf), source
@@ -95,14 +95,15 @@ class LazyLeaves:
         leaf = self._cache.leaf_of_storage.get(tensor.untyped_storage().data_ptr())
         if leaf is None or tensor.dtype != self._forms[leaf].dtype:
             return tensor
-        return leaf, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return leaf, tensor.shape, tensor.stride(), tensor.storage_offset() - self._cache.offset(leaf)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        leaf, *view = packed
+        leaf, shape, stride, offset = packed
         with torch.no_grad(), _compat.uncounted():
-            return self._cache.get(leaf).as_strided(*view)
+            whole = self._cache.get(leaf)
+            return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
     def close(self) -> None:
         """Lets go of the graph and of the cache's interest in it."""

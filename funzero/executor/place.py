@@ -9,7 +9,7 @@ from funzero.core import collectives, comm
 from funzero.core import tree as tree_lib
 from funzero.core.spec import Layout, Specs
 from funzero.core.state import Accumulator, StateSpecs, TrainState
-from funzero.executor.stores import fetch, store_of
+from funzero.executor.stores import fetch, keep, store_of
 
 
 def cut(leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -68,16 +68,8 @@ def shard(tree: Any, specs: Specs) -> Any:
     Returns: the local view: new leaves on the mesh's device that share no memory with `tree`.
     """
     leaves, layouts = _pairs(tree, specs)
-    made = [store(cut(x, layout), layout) for x, layout in zip(leaves, layouts, strict=True)]
+    made = [keep(cut(x, layout), layout) for x, layout in zip(leaves, layouts, strict=True)]
     return tree_lib.unflatten(specs.treedef, made)
-
-
-def store(part: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A contiguous copy of a local part in the memory that the layout names."""
-    if (other := store_of(layout)) is not None:
-        return other.keep(part, layout)
-    out = torch.empty(layout.local_shape, dtype=part.dtype, device=layout.mesh.device)
-    return out.copy_(part.detach().view(layout.local_shape) if layout.is_flat else part.detach())
 
 
 def gather(tree: Any, specs: Specs) -> Any:
@@ -94,7 +86,7 @@ def _move(local: torch.Tensor, old: Layout, new: Layout) -> torch.Tensor:
     if old.spec == new.spec and old.mesh == new.mesh:
         return local
     full = whole(local, old)
-    part = store(cut(full, new), new)
+    part = keep(cut(full, new), new)
     if new.spec.unreduced and new.mesh.index(new.spec.unreduced):
         part.zero_()  # the sum over these axes is the leaf: one rank holds it, the others nothing
     return part

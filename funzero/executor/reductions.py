@@ -1,7 +1,7 @@
 """Reductions of large gradients: posted as soon as they are ready, in one order on all ranks, waited for before use."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,12 +18,19 @@ class ReduceQueue:
     Args:
         routes: by trained leaf, the layout whose flat axes the gradient is summed and cut over, and whether the sum
             is made whole again afterwards.
-        limit: bytes of gradients and buffers that may be under way.
+        limit: bytes of gradients and buffers that may be under way. landed: takes a leaf's sum when it is there.
     """
 
-    def __init__(self, routes: dict[int, tuple[Layout, bool]], program: Program, limit: int | None):
+    def __init__(
+        self,
+        routes: dict[int, tuple[Layout, bool]],
+        program: Program,
+        limit: int | None,
+        landed: Callable[[int, torch.Tensor], None],
+    ):
         self.routes, self._program = routes, program
         self._limit = DEFAULT_LIMIT if limit is None else limit
+        self._landed = landed
         self._ready: dict[int, torch.Tensor] = {}
         self._flying: deque[tuple[int, Pending, int]] = deque()
         self._seen: set[int] = set()
@@ -31,7 +38,6 @@ class ReduceQueue:
         self._order = program.reductions.get(tuple(routes))
         self._position = 0
         self._done: list[int] = []
-        self.results: dict[int, torch.Tensor] = {}
 
     def put(self, leaf: int, grad: torch.Tensor) -> None:
         """Takes the complete gradient of a leaf, of piece shape, and posts whatever its turn has come."""
@@ -106,5 +112,5 @@ class ReduceQueue:
         leaf, pending, size = self._flying.popleft()
         layout, whole = self.routes[leaf]
         part = pending.wait()
-        self.results[leaf] = post_gather(part, layout).wait() if whole else part
+        self._landed(leaf, post_gather(part, layout).wait() if whole else part)
         self._bytes -= size

@@ -20,12 +20,13 @@ from funzero.executor.foreign import check_leaves
 from funzero.executor.init import check_made_for, check_trainable
 from funzero.executor.micro import MicroBatch, cast_batch
 from funzero.executor.options import StepOptions
+from funzero.executor.placement import Placement
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import SmallReductions
-from funzero.executor.session import Placement, Session
+from funzero.executor.session import Session
 from funzero.executor.sound import first_spoilt
 from funzero.executor.update import Clipped, Selection, clip, update_leaves
-from funzero.executor.window import Window, as_node, open_window
+from funzero.executor.window import Landing, Window, as_node, open_window
 from funzero.transforms import loss_scale
 from funzero.transforms.accumulate import mean_aux
 from funzero.transforms.base import Transform
@@ -97,7 +98,7 @@ class Runner:
         bound, micros, _ = self._enter(state, batch, agree.STEP)
         with bound.plan.mesh.guard():
             flat = FlatState.open(state, bound.plan.specs)
-            window = open_window(bound.plan, flat)
+            window = open_window(bound.plan, flat, self._options.donate)
             self._run(bound, flat, window, micros, closes=True)
             return self._finish(bound, flat, window)
 
@@ -106,7 +107,7 @@ class Runner:
         bound, micros, _ = self._enter(state, batch, agree.ACCUMULATE)
         with bound.plan.mesh.guard():
             flat = FlatState.open(state, bound.plan.specs)
-            window = open_window(bound.plan, flat)
+            window = open_window(bound.plan, flat, self._options.donate)
             self._run(bound, flat, window, micros)
             flat.accum = as_node(bound.plan, window)
             return self._close(flat)
@@ -115,7 +116,7 @@ class Runner:
         """The end of a window; joins the micro-batches of ranks that are not there yet."""
         bound, micros, rows = self._enter(state, EMPTY, agree.UPDATE)
         flat = FlatState.open(state, bound.plan.specs)
-        window = open_window(bound.plan, flat)
+        window = open_window(bound.plan, flat, self._options.donate)
         while (rows[:, 0] == agree.ACCUMULATE).any():
             with bound.plan.mesh.guard():
                 self._run(bound, flat, window, micros)
@@ -190,16 +191,22 @@ class Runner:
             closes: the window ends with the last of them, so large gradients are reduced as they come.
         """
         plan = bound.plan
-        with Session(bound.placement, flat.params, bound.program) as session:
-            for i, batch in enumerate(micros):
-                micro = None
-                if batch is not None:
-                    index = window.times * plan.batch_ranks + plan.batch_index
-                    buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
-                    micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
-                add = window.held(bound.placement) if closes and i == len(micros) - 1 else None
-                done = session.differentiate(self._loss_fn, self._takes, micro, add, flat.scale)
-                window.add(done, bound.placement, bound.small, bound.rounder(flat, window))
+        try:
+            with Session(bound.placement, flat.params, bound.program) as session:
+                for i, batch in enumerate(micros):
+                    micro = None
+                    if batch is not None:
+                        index = window.times * plan.batch_ranks + plan.batch_index
+                        buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
+                        micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
+                    last = closes and i == len(micros) - 1
+                    landing = Landing(window, bound.placement, bound.rounder(flat, window), last)
+                    session.differentiate(self._loss_fn, self._takes, micro, landing, bound.small, flat.scale)
+        except BaseException:
+            window.outbox.abandon()
+            if window.spoilt:
+                poison(flat.old, spent=True)
+            raise
 
     def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options

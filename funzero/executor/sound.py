@@ -33,4 +33,6 @@ def _has_floats(x: torch.Tensor) -> bool:
 
 def _surely_finite(leaves: list[torch.Tensor]) -> bool:
     """True only if all are finite; a norm reads fast, and may overflow where no element has."""
-    return all(bool(n.isfinite()) for n in torch._foreach_norm(leaves))
+    here = [x for x in leaves if type(x) is torch.Tensor]
+    away = (x for x in leaves if type(x) is not torch.Tensor)  # read one at a time
+    return all(bool(n.isfinite()) for n in (*torch._foreach_norm(here), *map(torch.linalg.vector_norm, away)))

@@ -3,13 +3,24 @@
 A leaf's spec names its memory. Nothing but this module asks which one it is: the others `keep` new values, `fetch` a leaf
 whole, or `stream` parts of many leaves through a computation, and get tensors on the mesh's device. On a machine without
 an accelerator, host memory is still memory apart from the device's: leaves are copied to work on them, and copied back.
+
+[Note: memory goes back] Leaves are kept elsewhere to save memory, and malloc undoes that: glibc keeps what is freed in
+pieces between things that stay, and a run of 116 MB took 480. So from the first such leaf on, each allocation of a MiB or
+more is mapped by itself and unmapped when it is freed, in the whole process. MALLOC_MMAP_THRESHOLD_ in the environment is
+left alone.
 """
 
 import atexit
+import contextlib
+import ctypes
+import dataclasses
 import functools
+import math
+import os
 import shutil
 import tempfile
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -21,6 +32,18 @@ from funzero.core.direct import aligned_empty, file_system
 from funzero.core.spec import Layout
 from funzero.executor.disk import DiskLeaf, DiskStore, disk_leaf
 
+_M_MMAP_THRESHOLD = -3  # of mallopt
+MAPPED_BYTES = 1 << 20
+OUTBOX_BYTES = 16 << 20
+
+
+@functools.cache
+def give_memory_back() -> None:
+    """See [Note: memory goes back]. Does nothing where the C library is not glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
 
 class Transfer(Protocol):
     """Bytes under way."""
@@ -29,14 +52,21 @@ class Transfer(Protocol):
         """Returns when they have arrived; raises what went wrong."""
 
 
+class Arrival(Protocol):
+    """A leaf on its way to the device."""
+
+    def wait(self) -> torch.Tensor:
+        """Returns it when it is there; raises what went wrong."""
+
+
 class Store(Protocol):
     """One memory. A leaf is the tensor that stands for it in a state."""
 
-    def keep(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """A new leaf with the values of a local part, which is on any device."""
+    def room(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+        """A new leaf whose values are undefined."""
 
-    def fetch(self, leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Its values on the mesh's device."""
+    def start_fetch(self, leaf: torch.Tensor, layout: Layout) -> Arrival:
+        """Starts to bring a whole leaf to the mesh's device, into memory of its own."""
 
     def writable(self, leaf: torch.Tensor, donate: bool) -> torch.Tensor:
         """A leaf like it to write to: in the same room if that may be given away and nobody else reads it, else in a new
@@ -62,23 +92,32 @@ class Done:
         """Nothing to wait for."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Arrived:
+    """A leaf that is there."""
+
+    values: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The leaf."""
+        return self.values
+
+
 class HostMemory:
     """Leaves in host memory, pinned where the device is an accelerator. `bytes_moved`: to the device and back."""
 
     def __init__(self) -> None:
         self.bytes_moved = 0
 
-    def keep(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def room(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
         """See `Store`."""
-        pinned = layout.mesh.device.type != "cpu"
-        out = torch.empty(layout.local_shape, dtype=part.dtype, pin_memory=pinned)
-        self.bytes_moved += out.nbytes
-        return out.copy_(part.detach().view(layout.local_shape))
+        give_memory_back()
+        return torch.empty(layout.local_shape, dtype=dtype, pin_memory=layout.mesh.device.type != "cpu")
 
-    def fetch(self, leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def start_fetch(self, leaf: torch.Tensor, layout: Layout) -> Arrival:
         """See `Store`."""
         self.bytes_moved += leaf.nbytes
-        return leaf.detach().to(layout.mesh.device, copy=True)
+        return Arrived(leaf.detach().to(layout.mesh.device, copy=True))
 
     def writable(self, leaf: torch.Tensor, donate: bool) -> torch.Tensor:
         """See `Store`."""
@@ -121,17 +160,16 @@ class DiskMemory:
             found = self._stores[path] = DiskStore(path)
         return found
 
-    def keep(self, part: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def room(self, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
         """See `Store`."""
-        data = part.detach().contiguous().cpu().view(layout.local_shape)
+        give_memory_back()
         store = self.in_folder(layout.spec.folder)
-        slot = store.slot(data.nbytes)
-        store.start_write(slot, data).wait()
-        return disk_leaf(layout.path, slot, layout.local_shape, data.dtype, layout.mesh.device)
+        slot = store.slot(math.prod(layout.local_shape) * dtype.itemsize)
+        return disk_leaf(layout.path, slot, layout.local_shape, dtype, layout.mesh.device)
 
-    def fetch(self, leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def start_fetch(self, leaf: torch.Tensor, layout: Layout) -> Arrival:
         """See `Store`."""
-        return _on_disk(leaf).read()
+        return _on_disk(leaf).start_read()
 
     def writable(self, leaf: torch.Tensor, donate: bool) -> torch.Tensor:
         """See `Store`."""
@@ -192,7 +230,88 @@ def store_of(layout: Layout) -> Store | None:
 def fetch(leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A local leaf's values on the device; the leaf itself if it is there."""
     store = store_of(layout)
-    return leaf if store is None else store.fetch(leaf, layout)
+    return leaf if store is None else store.start_fetch(leaf, layout).wait()
+
+
+def fetch_range(leaf: torch.Tensor, layout: Layout, begin: int, end: int) -> torch.Tensor:
+    """Elements [begin, end) of a local leaf, 1-D on the device; a view if it is there."""
+    store = store_of(layout)
+    if store is None:
+        return leaf.view(-1)[begin:end]
+    out = store.buffer((end - begin) * leaf.itemsize, layout.mesh.device).view(leaf.dtype)
+    store.read(leaf, begin, out).wait()
+    return out.to(layout.mesh.device)
+
+
+class Outbox:
+    """Values on their way from the device to where their leaves are kept: some may be under way while others are made.
+
+    Args:
+        limit: bytes under way, if it is more than one leaf.
+    """
+
+    def __init__(self, limit: int = OUTBOX_BYTES):
+        self._limit, self._bytes = limit, 0
+        self._flying: deque[tuple[Transfer, torch.Tensor]] = deque()
+
+    def put(
+        self, values: torch.Tensor, layout: Layout, old: torch.Tensor | None = None, *, donate: bool = True
+    ) -> torch.Tensor:
+        """The leaf that will hold these values when `settle` returns; the values themselves if the device keeps it.
+
+        Args:
+            values: of the leaf's size; they must stay as they are. old: a leaf like it, whose room is used again if
+                `donate` says so and nobody else reads it.
+        """
+        store = store_of(layout)
+        if store is None:
+            return values
+        leaf = store.room(layout, values.dtype) if old is None else store.writable(old, donate)
+        self.write(store, leaf, 0, values)
+        return leaf
+
+    def write(self, store: Store, leaf: torch.Tensor, begin: int, values: torch.Tensor) -> None:
+        """Starts to write elements from `begin` on."""
+        data = values.detach().reshape(-1).cpu()
+        while self._flying and self._bytes + data.nbytes > self._limit:
+            self._land()
+        self._flying.append((store.write(leaf, begin, data), data))
+        self._bytes += data.nbytes
+
+    def _land(self) -> None:
+        transfer, data = self._flying.popleft()
+        self._bytes -= data.nbytes
+        transfer.wait()
+
+    def settle(self) -> None:
+        """Returns when nothing is under way any more; raises the first error then."""
+        errors = []
+        while self._flying:
+            try:
+                self._land()
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> None:
+        """`settle` for whoever has an error of his own."""
+        with contextlib.suppress(OSError):
+            self.settle()
+
+
+def keep(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A new leaf with these values, of the local part's size and on any device, in the memory that the layout names.
+
+    On the device it is a contiguous copy.
+    """
+    if store_of(layout) is None:
+        out = torch.empty(layout.local_shape, dtype=values.dtype, device=layout.mesh.device)
+        return out.copy_(values.detach().view(layout.local_shape) if layout.is_flat else values.detach())
+    outbox = Outbox()
+    leaf = outbox.put(values, layout)
+    outbox.settle()
+    return leaf
 
 
 def replaced(old: torch.Tensor, new: torch.Tensor, layout: Layout, donate: bool) -> torch.Tensor:
@@ -201,9 +320,9 @@ def replaced(old: torch.Tensor, new: torch.Tensor, layout: Layout, donate: bool)
     Args:
         donate: whether the old leaf's room may be written to.
     """
-    store = store_of(layout)
-    if store is None or new is old:
+    if new is old:
         return new
-    target = store.writable(old, donate)
-    store.write(target, 0, new.detach().reshape(-1).cpu()).wait()
-    return target
+    outbox = Outbox()
+    leaf = outbox.put(new, layout, old, donate=donate)
+    outbox.settle()
+    return leaf

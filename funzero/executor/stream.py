@@ -26,16 +26,18 @@ class Operand:
     Attributes:
         source, target: what is read and what is written, the same leaf or two; target None: it is only read.
         store: its memory; None: the device. per: how many elements of the part stand for one of its own.
+        first: where in the leaf element 0 of the computation is.
     """
 
     source: torch.Tensor
     target: torch.Tensor | None = None
     store: Store | None = None
     per: int = 1
+    first: int = 0
 
     def span(self, begin: int, end: int) -> tuple[int, int]:
         """Its own elements of a part."""
-        return begin // self.per, min(-(-end // self.per), self.source.numel())
+        return self.first + begin // self.per, self.first + min(-(-end // self.per), self.source.numel())
 
 
 @dataclasses.dataclass(frozen=True)

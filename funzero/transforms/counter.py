@@ -96,6 +96,8 @@ def tiles(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
 
 def fill(out: torch.Tensor, key: torch.Tensor, words: int, first: int, make: Callable[..., Any]) -> None:
     """Writes make(word 0, word 1, ...) of the indices first, first + 1, ... to a contiguous tensor, tile by tile."""
+    if out.is_meta:
+        return
     flat = out.view(-1)
     size = _TILE * torch.get_num_threads() if out.device.type == "cpu" else _TILE_DEVICE
     streams = [Words(key, word) for word in range(words)]

@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class NormPlan:
             return "no leaf (the loss is not finite)"
         return self.layouts[bisect.bisect_right(self._slots[0], int(bad[0])) - 1].path
 
-    def sums(self, grads: list[torch.Tensor]) -> torch.Tensor:
+    def sums(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sums of squares in their slots: float64 1-D, equal on all ranks."""
         device = grads[0].device if grads else torch.device("cpu")
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)

@@ -17,7 +17,7 @@ def make_key(key: int | torch.Tensor) -> torch.Tensor:
         return key.detach().to("cpu", copy=True)
     if not isinstance(key, numbers.Integral):
         raise TypeError(f"key: expected a seed or an int64 tensor [2], got {type(key).__name__}")
-    return torch.tensor([int(key), 0], dtype=torch.int64)
+    return torch.tensor([int(key), 0], dtype=torch.int64, device="cpu")
 
 
 def _mix(x: int) -> int:
@@ -42,7 +42,7 @@ def fold_in(key: torch.Tensor, *data: int) -> torch.Tensor:
     for value in data:
         stream = _mix(stream ^ _mix(value & _MASK))
         seed = _mix(seed ^ stream)
-    return torch.tensor([_signed(seed), _signed(stream)], dtype=torch.int64)
+    return torch.tensor([_signed(seed), _signed(stream)], dtype=torch.int64, device="cpu")
 
 
 def seed_of(key: torch.Tensor) -> int:

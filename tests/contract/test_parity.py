@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import session
+from funzero.executor import placement
 from tests.ranks import pool
 
 STEPS, MICRO, VOCAB, WIDTH = 20, 8, 11, 12
@@ -83,7 +83,7 @@ def reference(name, dtype, max_norm):
 
 
 def run_layout(rank, world, name, dtype, max_norm, stage, lazy_from=64):
-    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, lazy_from
+    before, placement.BUNDLE_BYTES = placement.BUNDLE_BYTES, lazy_from
     try:
         params, loss_fn, mask = setting(dtype)
         tx, mesh = optimizer(name), fz.make_mesh(dp=-1)
@@ -98,7 +98,7 @@ def run_layout(rank, world, name, dtype, max_norm, stage, lazy_from=64):
             losses.append(float(metrics.loss))
         return losses, norms, fz.gather(state.params, specs.params)
     finally:
-        session.BUNDLE_BYTES = before
+        placement.BUNDLE_BYTES = before
 
 
 def worst(a, b):

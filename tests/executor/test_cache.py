@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 import funzero as fz
 from funzero.core.collectives import Pending
 from funzero.core.spec import Layout
-from funzero.executor import cache as cache_lib
+from funzero.executor import shards as shards_lib
 from funzero.executor.cache import CacheOptions, GatherCache, Program
 from funzero.executor.forms import Forms
 from funzero.executor.gather_list import plan_gathers
+from funzero.executor.shards import Shards
 
 MESH = fz.abstract_mesh(dp=2)
 
@@ -19,9 +20,10 @@ MESH = fz.abstract_mesh(dp=2)
 def make_cache(sizes, budget, gathers):
     layouts = {k: Layout(f"params/{k}", (n,), torch.uint8, fz.Spec(flat=("dp",)), MESH) for k, n in sizes.items()}
     shards = {k: torch.zeros(x.local_shape, dtype=torch.uint8) for k, x in layouts.items()}
-    program = Program()
+    program, forms = Program(), Forms(layouts)
     program.gathers = gathers
-    return GatherCache(MESH, Forms(layouts), shards, CacheOptions(budget, always_ask=False), program, lambda want: [])
+    shards = Shards(shards, forms, layouts)
+    return GatherCache(MESH, forms, shards, CacheOptions(budget, always_ask=False), program, lambda want: [])
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def no_network(monkeypatch):
         posted.append(layout.path)
         return Pending([], lambda: torch.zeros(layout.n, dtype=torch.uint8))
 
-    monkeypatch.setattr(cache_lib, "post_gather", post)
+    monkeypatch.setattr(shards_lib, "post_gather", post)
     return posted
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import session
+from funzero.executor import placement
 from tests.ranks import pool
 
 
@@ -40,11 +40,11 @@ def test_one_rank(stage):
 
 
 def on_a_rank(rank, world, stage):
-    session.BUNDLE_BYTES, before = 2048, session.BUNDLE_BYTES
+    placement.BUNDLE_BYTES, before = 2048, placement.BUNDLE_BYTES
     try:
         return garbage(stage)
     finally:
-        session.BUNDLE_BYTES = before
+        placement.BUNDLE_BYTES = before
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import session
+from funzero.executor import placement
 from tests.ranks import RankError, pool
 
 F64 = torch.float64
@@ -40,7 +40,7 @@ def one_process(steps, loss_fn, dtype=F64, precision=None):
 
 
 def run(rank, world, options):
-    session.BUNDLE_BYTES, before = 512, session.BUNDLE_BYTES
+    placement.BUNDLE_BYTES, before = 512, placement.BUNDLE_BYTES
     try:
         params, x = setting(options.get("dtype", F64))
         tx, mesh = fz.adamw(0.01), fz.make_mesh(**options["mesh"])
@@ -61,7 +61,7 @@ def run(rank, world, options):
             state, _ = step(state, fz.data.local({"x": x.roll(t, 1)}, mesh, accumulate=each))
         return fz.gather(state.params, specs.params)
     finally:
-        session.BUNDLE_BYTES = before
+        placement.BUNDLE_BYTES = before
 
 
 def dense(p, b):

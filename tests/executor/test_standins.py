@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import cache, session
+from funzero.executor import placement, shards
 from tests.executor.idioms import REFUSED, expressions, modules
 from tests.ranks import once, pool
 
@@ -26,7 +26,7 @@ def through_stand_ins(params, loss, budget):
 
 def run_idioms(rank, world, budget):
     bad, names = [], []
-    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
+    before, placement.BUNDLE_BYTES = placement.BUNDLE_BYTES, 0
     try:
         for name, params, loss in [*modules(), *expressions()]:
             torch.manual_seed(1)
@@ -38,7 +38,7 @@ def run_idioms(rank, world, budget):
                         bad.append((name, i, k, float((g - want).abs().max())))
             names.append(name)
     finally:
-        session.BUNDLE_BYTES = before
+        placement.BUNDLE_BYTES = before
     return bad, names
 
 
@@ -50,7 +50,7 @@ def test_idioms_through_stand_ins(budget):
 
 
 def run_refused(rank, world, name):
-    session.BUNDLE_BYTES = 0
+    placement.BUNDLE_BYTES = 0
     params = {"w": torch.ones(8, 4), "b": torch.ones(4)}
     x = torch.ones(6, 8)
     specs = fz.zero_specs(params, fz.sgd(1.0), fz.make_mesh(dp=-1), stage=3)
@@ -86,7 +86,7 @@ class Outer(torch.nn.Module):
 
 
 def run_compiled(rank, world, backend, budget):
-    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
+    before, placement.BUNDLE_BYTES = placement.BUNDLE_BYTES, 0
     try:
         torch.manual_seed(0)
         plain, model = Outer(None), Outer(backend)
@@ -97,7 +97,7 @@ def run_compiled(rank, world, backend, budget):
         found = through_stand_ins(params, lambda p: fz.functional_call(model, p, x), budget)
         return [max(float((g[k] - want[k.replace("_orig_mod.", "")]).abs().max()) for k in g) for g in found]
     finally:
-        session.BUNDLE_BYTES = before
+        placement.BUNDLE_BYTES = before
 
 
 @pytest.mark.parametrize("budget", [None, 600])
@@ -108,8 +108,8 @@ def test_a_compiled_submodule_gets_its_leaves_when_it_is_called(budget):
 
 def run_cast(rank, world):
     """A float32 leaf used in bf16 only: what the loss sees, and in what dtype it was gathered."""
-    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
-    post, cache.post_gather = cache.post_gather, lambda x, layout: gathered.add(layout.dtype) or post(x, layout)
+    before, placement.BUNDLE_BYTES = placement.BUNDLE_BYTES, 0
+    post, shards.post_gather = shards.post_gather, lambda x, layout: gathered.add(layout.dtype) or post(x, layout)
     seen, gathered = {}, set()
 
     def loss_fn(p, b):
@@ -128,7 +128,7 @@ def run_cast(rank, world):
         whole = fz.gather(new.params, specs.params)["w"]
         return seen, float((params["w"] - plain["w"] - whole).abs().max() / plain["w"].abs().max())
     finally:
-        session.BUNDLE_BYTES, cache.post_gather = before, post
+        placement.BUNDLE_BYTES, shards.post_gather = before, post
 
 
 def test_a_cast_stand_in_is_one_and_travels_cast():

@@ -12,7 +12,7 @@ import torch
 
 import funzero as fz
 from funzero.core.errors import DonatedError
-from funzero.executor import stream
+from funzero.executor import placement, stream
 from funzero.executor.disk import DiskLeaf, DiskStore
 from funzero.executor.stores import HOST
 from tests.ranks import pool
@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "momentum": lambda: fz.sgd(0.01, momentum=0.9, nesterov=True),
     "lion": lambda: fz.lion(1e-2),
     "composed": lambda: fz.chain(fz.clip(0.5), fz.scale_by_adam(), fz.scale_by_learning_rate(0.01)),
+    "sgd": lambda: fz.sgd(0.01),
     "8bit": lambda: fz.adamw_8bit(0.01, block_size=64),
 }
 
@@ -45,18 +46,26 @@ def batch_at(i, mesh, accumulate):
     return fz.data.local({**whole, **bad}, mesh, accumulate=accumulate)
 
 
-def train(tx, mesh, stage, memory, folder, *, accumulate=1, max_norm=None, precision=None, steps=STEPS, donate=True):
-    """(state, losses): each leaf of opt_state where `memory` says."""
+WHAT = {"opt_state": ["opt_state/**"], "params": ["params/**"], "accum": ["accum/**"], "all": ["**"]}
+
+
+def train(tx, mesh, stage, memory, folder, *, what="opt_state", precision=None, steps=STEPS, calls=False, **options):
+    """(state, losses): each leaf of a part of the state where `memory` says; `calls`: a window of two calls."""
     trainable = {"frozen": False}
     specs = fz.zero_specs(fz.eval_shape(params()), tx, mesh, stage=stage, trainable=trainable, precision=precision)
     if memory != "device":
-        specs = fz.with_memory(specs, {"opt_state/**": memory}, folder=folder)
+        specs = fz.with_memory(specs, dict.fromkeys(WHAT[what], memory), folder=folder)
     state = fz.init_state(params(), tx, key=3, specs=specs, precision=precision)
-    options = {"accumulate": accumulate, "max_norm": max_norm, "precision": precision, "donate": donate}
-    step = fz.make_step(loss_fn, tx, specs=specs, **options)
+    step = fz.make_step(loss_fn, tx, specs=specs, precision=precision, **options)
     told = []
     for i in range(steps):
-        state, metrics = step(state, batch_at(i, mesh, accumulate))
+        batch = batch_at(i, mesh, options.get("accumulate", 1))
+        if calls:
+            state = step.accumulate(state, batch)
+            state = step.accumulate(state, batch_at(i + STEPS, mesh, options.get("accumulate", 1)))
+            state, metrics = step.update(state)
+        else:
+            state, metrics = step(state, batch)
         told.append((metrics.loss, metrics.grad_norm, metrics.skipped))
     return state, told
 
@@ -72,14 +81,16 @@ def assert_same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
-def run_parity(rank, world, folder, names, stages, part_bytes):
-    stream.PART_BYTES = part_bytes
+WINDOWS = [{}, {"accumulate": 2, "max_norm": 0.5}, {"calls": True, "max_norm": 0.5}]
+
+
+def run_parity(rank, world, folder, names, stages, part_bytes, whats=("opt_state",), bundle_bytes=64 * 1024):
+    stream.PART_BYTES, placement.BUNDLE_BYTES = part_bytes, bundle_bytes
     mesh = fz.make_mesh(dp=-1)
-    for name, stage, (accumulate, max_norm) in itertools.product(names, stages, ((1, None), (2, 0.5))):
-        options = {"accumulate": accumulate, "max_norm": max_norm}
+    for name, stage, options in itertools.product(names, stages, WINDOWS):
         right, told = train(OPTIMIZERS[name](), mesh, stage, "device", folder, **options)
-        for memory in ("host", "disk"):
-            state, also = train(OPTIMIZERS[name](), mesh, stage, memory, folder, **options)
+        for what, memory in itertools.product(whats, ("host", "disk")):
+            state, also = train(OPTIMIZERS[name](), mesh, stage, memory, folder, what=what, **options)
             assert [bool(x[2]) for x in also] == [i == BAD for i in range(STEPS)]
             for one, other in zip(told, also, strict=True):
                 assert all(torch.equal(x, y) or bool(x.isnan()) for x, y in zip(one, other, strict=True))
@@ -94,6 +105,19 @@ def test_opt_state_elsewhere_is_the_same_training(name, part_bytes, tmp_path):
 
 def test_opt_state_elsewhere_is_the_same_training_on_two_ranks(tmp_path):
     pool(2).run(run_parity, tmp_path, ["adamw", "composed"], [1, 2, 3], 1 << 14)
+
+
+@pytest.mark.parametrize("bundle_bytes", [64 * 1024, 256], ids=["small leaves", "large leaves"])
+@pytest.mark.parametrize("name", ["adamw", "composed", "sgd"])
+def test_any_part_of_the_state_elsewhere_is_the_same_training(name, bundle_bytes, tmp_path):
+    run_parity(0, 1, tmp_path, [name], [0], 1 << 14, ["params", "accum", "all"], bundle_bytes)
+
+
+@pytest.mark.parametrize("bundle_bytes", [64 * 1024, 256], ids=["small leaves", "large leaves"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_any_part_of_the_state_elsewhere_on_two_ranks(stage, bundle_bytes, tmp_path):
+    whats = ["params", "accum", "all"]
+    pool(2).run(run_parity, tmp_path, ["adamw", "composed"], [stage], 1 << 14, whats, bundle_bytes)
 
 
 @pytest.mark.parametrize("policy", ["bf16_master", "bf16_pure"])

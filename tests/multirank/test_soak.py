@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import funzero as fz
-from funzero.executor import session
+from funzero.executor import placement
 from tests.ranks import pool
 
 STEPS, SETTLED, RING, COLLECT = 500, 100, 2000, 25
@@ -33,7 +33,7 @@ def census():
 
 
 def run(rank, world):
-    session.BUNDLE_BYTES, before = 2048, session.BUNDLE_BYTES
+    placement.BUNDLE_BYTES, before = 2048, placement.BUNDLE_BYTES
     try:
         model = torch.nn.Sequential(*[torch.nn.Linear(48, 48) for _ in range(4)])
         params, _ = fz.split_module(model)
@@ -61,7 +61,7 @@ def run(rank, world):
                 sizes.append(resident_kb())
         return counts, sizes
     finally:
-        session.BUNDLE_BYTES = before
+        placement.BUNDLE_BYTES = before
 
 
 def slope(values):

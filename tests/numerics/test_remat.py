@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import funzero as fz
-from funzero.executor import session
+from funzero.executor import placement
 from funzero.transforms import remat
 from tests.ranks import pool
 
@@ -202,7 +202,7 @@ def test_two_trees_in_one_graph_through_remat():
 
 
 def at_stage_3(rank, world, policy, budget):
-    before, session.BUNDLE_BYTES = session.BUNDLE_BYTES, 0
+    before, placement.BUNDLE_BYTES = placement.BUNDLE_BYTES, 0
     remat._in_host_memory, real = (lambda x: False), remat._in_host_memory  # so that "host" makes copies on a CPU too
     try:
         model, out = Net().double(), []
@@ -219,7 +219,7 @@ def at_stage_3(rank, world, policy, budget):
             out.append([v.clone() for v in fz.tree.leaves(fz.gather(state.params, specs.params))])
         return out
     finally:
-        session.BUNDLE_BYTES = before
+        placement.BUNDLE_BYTES = before
         remat._in_host_memory = real
 
 

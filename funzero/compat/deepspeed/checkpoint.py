@@ -17,6 +17,7 @@ from funzero.core import tree as tree_lib
 from funzero.core.spec import Layout, Specs
 from funzero.core.state import EMPTY_NODE, TrainState
 from funzero.executor import place
+from funzero.executor.stores import keep
 from funzero.transforms.rng import make_key
 from funzero.transforms.storage import MASTER as MASTER_ENTRY
 
@@ -221,7 +222,7 @@ class _Filler:
         if tuple(whole.shape) != layout.shape:
             self.lines.append(f"{layout.path}: expected {list(layout.shape)}, got {list(whole.shape)}")
             return None
-        return place.store(place.cut(whole, layout).to(layout.dtype), layout)
+        return keep(place.cut(whole, layout).to(layout.dtype), layout)
 
     def opt_leaf(self, layout: Layout) -> torch.Tensor | None:
         *above, entry, last = layout.path.split("/")

@@ -1,0 +1,178 @@
+"""The leaves that took part in a window, and the plans for exactly these."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from funzero.core import tree as tree_lib
+from funzero.core.collectives import Group, travel_groups
+from funzero.core.spec import Layout
+from funzero.executor import fused
+from funzero.executor.dispatch import Draw
+from funzero.executor.flat import FlatState
+from funzero.executor.kernel_update import Piece, Targets
+from funzero.executor.plan import Plan
+from funzero.executor.reduce import ReducePlan, or_zeros
+from funzero.executor.stores import fetch, store_of
+from funzero.executor.window import Window
+from funzero.transforms.base import Transform
+from funzero.transforms.norm import NormPlan
+from funzero.transforms.precision import LOW
+from funzero.transforms.storage import MASTER, Rounder, moments, rounder
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The trained leaves that took part in a window, and the plans for exactly these.
+
+    Attributes:
+        plan: of the whole layout. tx: the optimizer, with masks resolved. chosen: places among the trained leaves.
+    """
+
+    plan: Plan
+    tx: Transform
+    chosen: tuple[int, ...]
+
+    @functools.cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Layouts of the finalised gradients."""
+        return tuple(self.plan.specs.grads.layouts[i] for i in self.chosen)
+
+    def reduce(self, window: Window) -> list[torch.Tensor]:
+        """The window's sums of the chosen leaves, summed over ranks as finalised gradients are; takes them out of it."""
+        left = [i for i in self.chosen if i not in window.final]
+        away = [i for i in left if store_of(self.plan.specs.grads.layouts[i])]
+        here = tuple(left) if not away else tuple(i for i in left if i not in set(away))
+        found = window.final | dict(zip(here, self._reduced(here, [window.sums[i] for i in here]), strict=True))
+        for i in away:
+            found[i] = self._reduced_away(i, window)
+        window.outbox.settle()
+        window.sums, window.final = [], {}
+        return [found[i] for i in self.chosen]
+
+    def _reduced(self, left: tuple[int, ...], sums: list[Any]) -> list[torch.Tensor]:
+        accum, grads, go = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts, self.plan.travelling
+        if left not in self._reductions:
+            self._reductions[left] = ReducePlan(tuple(go(accum[i]) for i in left), tuple(go(grads[i]) for i in left))
+        if self.plan.policy.reduce is not None or any(x is None for x in sums):
+            sums = [or_zeros(x, go(accum[i])) for x, i in zip(sums, left, strict=True)]
+        done = self._reductions[left].run(sums)
+        if self.plan.policy.reduce is not None:
+            done = [x.to(accum[i].dtype) for x, i in zip(done, left, strict=True)]
+        return done
+
+    def _reduced_away(self, i: int, window: Window) -> torch.Tensor:
+        """One leaf's sum, which is kept elsewhere: where there is nothing to add up it stays as it is."""
+        held, accum, grads = window.sums[i], self.plan.specs.accum.layouts[i], self.plan.specs.grads.layouts[i]
+        if held is not None and accum.local_shape == grads.local_shape and accum.mesh.size(accum.spec.unreduced) == 1:
+            return held
+        window.sums[i] = None  # so that its room can be used again
+        here = None if held is None else fetch(held, accum)
+        return window.outbox.put(self._reduced((i,), [here])[0], grads)
+
+    @functools.cached_property
+    def reduced(self) -> bool:
+        """True if every chosen gradient comes out of a reduction, on memory that nobody else knows."""
+        accum = self.plan.micro_grads
+        return all(self.plan.mesh.size(accum[i].spec.unreduced) > 1 for i in self.chosen)
+
+    @functools.cached_property
+    def _reductions(self) -> dict[tuple[int, ...], ReducePlan]:
+        return {}
+
+    @functools.cached_property
+    def norm(self) -> NormPlan:
+        """The plan of the global norm."""
+        return NormPlan(self.layouts)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Paths of all trained leaves, below params."""
+        return tree_lib.paths(self.plan.specs.grads.tree)
+
+    @functools.cached_property
+    def kernel(self) -> fused.FusedChain | None:
+        """The fused form of the optimizer, if it has one, and one that takes these dtypes."""
+        found = fused.match(self.tx, self.plan.specs.opt_state, self.names)
+        if found is None or self.plan.policy.rounding == "kahan":
+            return None
+        state = self.plan.specs.opt_state.layouts
+        params = [self.plan.specs.params.layouts[i].dtype for i in self.params_at]
+        kept = {state[i].dtype for k in self.chosen for i in found.moments[k]}
+        fits = {*params, *(x.dtype for x in self.layouts)} <= set(fused.FLOATS) and kept <= set(fused.MOMENTS)
+        fits = fits and all(state[i].dtype == torch.float32 for i in self.masters)
+        return found if fits else None
+
+    @functools.cached_property
+    def tame(self) -> bool:
+        """True if what the kernel computes fits into what it is kept in: float16 overflows at 65504."""
+        return all(self.plan.specs.params.layouts[i].dtype != torch.float16 for i in self.params_at)
+
+    def refuser(self, found: int) -> str:
+        """The path of the leaf that `update_leaves` returns."""
+        params = [self.plan.specs.params.layouts[i].path for i in self.params_at]
+        names = params + [x.path for x in self.plan.specs.opt_state.layouts]
+        return names[len(names) - found]
+
+    @functools.cached_property
+    def masters(self) -> list[int]:
+        """The places of the chosen leaves' master copies in opt_state, if the policy keeps any."""
+        if self.plan.policy.master is None:
+            return []
+        at = {path: i for i, path in enumerate(tree_lib.paths(self.plan.specs.opt_state.tree))}
+        return [at[f"{MASTER}/{self.names[i]}"] for i in self.chosen]
+
+    @functools.cached_property
+    def owners(self) -> dict[str, str]:
+        """{moment: its param}, see `storage.moments`; empty where no moment is rounded."""
+        if self.plan.policy.moments not in LOW:
+            return {}
+        return moments(self.tx, self.plan.specs.grads.abstract())
+
+    @functools.cached_property
+    def targets(self) -> Targets:
+        """The chosen leaves as a kernel takes them."""
+        kernel = self.kernel
+        assert kernel is not None
+        moments = [kernel.moments[i] for i in self.chosen]
+        decays = [kernel.decays[i] for i in self.chosen]
+        return Targets(self.plan.specs.opt_state.layouts, moments, self.masters, decays, self.pieces, self.layouts)
+
+    def draws(self, flat: FlatState) -> list[tuple[Draw, ...]]:
+        """For stochastic rounding: of each chosen leaf's param and moments; else empty."""
+        if self.plan.policy.rounding != "stochastic":
+            return []
+        round_to = self.rounder(flat)
+        return [self._draws(round_to, i, at) for i, at in zip(self.chosen, self.targets.moments, strict=True)]
+
+    def _draws(self, round_to: Rounder, i: int, moments: tuple[int, ...]) -> tuple[Draw, ...]:
+        """By the names that `update_stored` gives them."""
+        paths = tree_lib.paths(self.plan.specs.opt_state.tree)
+        words = [round_to.words(self.names[i], what) for what in ("params", *(paths[m] for m in moments))]
+        index = round_to.index(self.names[i])
+        return tuple(Draw(w, index) for w in words)
+
+    def rounder(self, flat: FlatState) -> Rounder:
+        """How this update rounds."""
+        index = dict(zip((self.names[i] for i in self.chosen), self.layouts, strict=True))
+        return rounder(self.plan.policy, flat.key, flat.step, lambda path: index[path].indices())
+
+    @functools.cached_property
+    def params_at(self) -> list[int]:
+        """Places of the chosen leaves among the params."""
+        return [self.plan.trained[i] for i in self.chosen]
+
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """For each chosen leaf, what is updated here of its param."""
+        kept = self.plan.specs.params.layouts
+        pairs = zip(self.params_at, self.layouts, strict=True)
+        return [Piece(i, kept[i], g if g.is_flat and not kept[i].is_flat else None) for i, g in pairs]
+
+    @functools.cached_property
+    def regather(self) -> list[Group]:
+        """Params that are kept whole but were updated in ranges: how they become whole again."""
+        cut = [x.part and dataclasses.replace(x.part, dtype=x.kept.dtype) for x in self.pieces]
+        return travel_groups(cut)
