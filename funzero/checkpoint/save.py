@@ -40,6 +40,7 @@ from funzero.core.mesh import Mesh
 from funzero.core.spec import Layout
 from funzero.core.state import Accumulator, TrainState
 from funzero.core.version import __version__
+from funzero.executor.disk import DiskLeaf
 
 _PART, _FAILED = ".part", ".failed"
 AFTER_THE_END_S = 60.0  # how long a save in the background outlives a script that has ended
@@ -61,7 +62,7 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes, in host memory; and the manifest without pieces."""
+    """What this rank writes, in host memory or mapped; and the manifest without pieces."""
 
     manifest: Manifest
     items: list[tuple[str, Share, torch.Tensor]]
@@ -228,6 +229,8 @@ def take(
         items = []
         for i, (layout, get) in enumerate(leaves):
             x = get().detach()  # a sum over ranks goes as soon as this rank's share of it is cut
+            if isinstance(x, DiskLeaf) and not copy:
+                x = x.mapped()
             items += [
                 (layout.path, share, _part(layout, x, share, copy or _summed(layout))) for share in own.get(i, ())
             ]

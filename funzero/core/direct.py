@@ -12,10 +12,12 @@ import errno
 import mmap
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 CHUNK = 1 << 20
@@ -116,6 +118,20 @@ class DirectFile:
         with self._edges:
             os.ftruncate(self._handle, size)
             self._end = size
+
+    def mapped(self, at: int, nbytes: int) -> torch.Tensor:
+        """Bytes of the file as uint8 [nbytes] to read, in pages that come when they are read and may go at any time.
+
+        Raises OSError if the file does not have them.
+        """
+        if at + nbytes > self.size:
+            raise OSError(f"{self.path}: {nbytes} bytes at {at} are wanted, the file has {self.size}")
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        pages = np.memmap(self.path, np.uint8, "r", at, (nbytes,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be written to
+            return torch.from_numpy(pages)
 
     def sync(self) -> None:
         """Returns when all that was written is on disk."""

@@ -189,6 +189,12 @@ class DiskLeaf(torch.Tensor):
         raw = aligned_empty(self.slot.nbytes, pinned=self.device.type != "cpu")
         return Reading(self, raw, self.slot.store.start_read(self.slot, raw))
 
+    def mapped(self) -> torch.Tensor:
+        """Its data as pages of the file, in memory that the system may take back; to be read until the slot is written."""
+        self.check()
+        pages = self.slot.store.file.mapped(self.slot.at, self.slot.nbytes)
+        return pages.view(self.dtype).view(self.shape)
+
     def read(self) -> torch.Tensor:
         """Its data, on its device."""
         return self.start_read().wait()

@@ -17,7 +17,7 @@ from funzero.executor.options import StepOptions
 from funzero.executor.pieces import PartCaller
 from funzero.executor.selection import Selection
 from funzero.executor.sound import first_spoilt
-from funzero.executor.stores import Outbox, fetch, replaced, store_of
+from funzero.executor.stores import Arrival, Arrived, Outbox, fetch, replaced, store_of
 from funzero.transforms.norm import clip_factor
 from funzero.transforms.storage import update_stored
 
@@ -74,16 +74,23 @@ def clip(
 
 
 class Fetched(Sequence[torch.Tensor]):
-    """Leaves that come to the device one by one, when they are asked for."""
+    """Leaves that come to the device one by one, when they are asked for; the next one is already on its way."""
 
     def __init__(self, leaves: list[torch.Tensor], layouts: Sequence[Layout]):
         self._leaves, self._layouts = leaves, layouts
+        self._coming: dict[int, Arrival] = {}
 
     def __len__(self) -> int:
         return len(self._leaves)
 
     def __getitem__(self, i: Any) -> Any:
-        return fetch(self._leaves[i], self._layouts[i])
+        arrival = self._coming.pop(i, None) or self._start(i)
+        self._coming = {i + 1: self._start(i + 1)} if i + 1 < len(self) else {}
+        return arrival.wait()
+
+    def _start(self, i: int) -> Arrival:
+        store = store_of(self._layouts[i])
+        return Arrived(self._leaves[i]) if store is None else store.start_fetch(self._leaves[i], self._layouts[i])
 
 
 def update_leaves(

@@ -132,3 +132,12 @@ def test_init_module_and_load_module():
     assert torch.equal(torch.get_rng_state(), state), "global generators are left as they were"
     fz.load_module(module, a)
     assert all(torch.equal(v, a.params[k]) for k, v in module.named_parameters())
+
+
+def test_init_thunks_may_draw_by_their_key():
+    thunks = {"w": lambda key: fz.random.normal(key, (70, 50)), "b": lambda key: fz.random.uniform(key, 3) - 0.5}
+    shapes = fz.eval_shape(thunks)
+    assert {n: tuple(x.shape) for n, x in shapes.items()} == {"w": (70, 50), "b": (3,)}
+    assert all(x.is_meta for x in shapes.values())
+    made = fz.init_state(thunks, fz.sgd(0.1), key=1).params
+    assert 0.9 < float(made["w"].std()) < 1.1 and bool((made["b"] != 0).all())

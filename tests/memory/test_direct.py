@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from funzero.core import direct
 from funzero.core.direct import CHUNK, DirectFile, aligned_empty, memory_of
@@ -190,4 +191,16 @@ def test_br46_a_file_that_was_cut(tmp_path):
     os.truncate(file.path, 5000)
     with pytest.raises(OSError, match=r"x: read 5000 of 10000 bytes at 0: the file has 5000 bytes"):
         file.read(memoryview(np.empty(10_000, dtype=np.uint8)), 0)
+    file.close()
+
+
+def test_pages_of_a_file_and_a_file_that_was_cut(tmp_path):
+    file = DirectFile(tmp_path / "x")
+    data = torch.arange(10_000, dtype=torch.int32).view(torch.uint8)
+    file.write(memoryview(data.numpy()), 4096)
+    assert torch.equal(file.mapped(4096 + 8, 100), data[8:108]) and file.mapped(0, 0).numel() == 0
+    file.write(memoryview(data.numpy()[::-1].copy()), 4096)  # past the page cache, which must not serve what was there
+    assert torch.equal(file.mapped(4096, 40_000), data.flip(0))
+    with pytest.raises(OSError, match=r"40001 bytes at 4096 are wanted, the file has 44096"):
+        file.mapped(4096, 40_001)
     file.close()
