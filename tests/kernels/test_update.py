@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.reference import UNSCALED, Adam, Leaf, Rule, Scale
+from kernels.reference import UNSCALED, Adam, Leaf, Moment, Rule, Scale
 from tests.kernels.common import (
     LEVELS,
     RULES,
@@ -134,6 +134,26 @@ def test_books_of_fewer_values(size):
     )
     for level in levels():
         check([dataclasses.replace(x, moments=moments)], RULES["adam"], UNSCALED, level)
+
+
+def books():
+    """Books of several shapes: dense at 0, at 1 and nowhere; with equal values, and with values past 1."""
+    even = torch.linspace(-1, 1, 256)
+    yield from (even, even**3, even.sign() * even.abs() ** 0.1, torch.logspace(-7, 0, 256), torch.logspace(-30, 0, 255))
+    yield from (even * 5, even * 1e-9, 1 - torch.logspace(-3, -7, 200), torch.zeros(17), even.round(decimals=1))
+    yield from (torch.tensor([-0.0, 0.0, 0.0, 1e-45]), torch.tensor([1.0]), torch.tensor([-3e38, 3e38]))
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_values_at_and_beside_the_borders_of_a_book(number):
+    one = list(books())[number]
+    at = torch.cat([(one[1:] + one[:-1]) / 2, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-30, -1e-8, 2.0**-25, -1.0])])
+    at = torch.cat([at, at.nextafter(torch.tensor(9.0)), at.nextafter(torch.tensor(-9.0))]).clamp(-1, 1)
+    grad = torch.cat([torch.ones(1), at])
+    n = len(grad)
+    kept = Moment(torch.zeros(n, dtype=torch.uint8), torch.zeros(1), one, n)
+    for level in levels():
+        check([Leaf(torch.zeros(n), grad, (kept,))], RULES["trace"], UNSCALED, level)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
