@@ -82,7 +82,7 @@ class Moment(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """16 random bits for each element: a hash of three int32 words of a key and of the element's index.
+    """16 random bits for each element: half a hash of three int32 words of a key and of half the element's index.
 
     Attributes:
         words: (add, then, high). index: global indices of the elements, a range with step 1 or int64 [n].
@@ -198,16 +198,20 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, draw: Draw | None) -> torch.Ten
 
 
 def bits16(draw: Draw, n: int, device: torch.device) -> torch.Tensor:
-    """The bits of each element: int32 [n] in [0, 2^16).
+    """The bits of each element: int32 [n] in [0, 2^16). Elements 2 j and 2 j + 1 share the hash x of the pair j:
 
-    x = mix(low half of index + add);  x = mix(x + mix(high half + high) + then), all modulo 2^32;  the upper 16 bits.
+    x = mix(low half of j + add);  x = mix(x + mix(high half of j + high) + then), all modulo 2^32.
+
+    The even element has its lower 16 bits, the odd one its upper 16: so hashes in a row are draws in a row where memory is
+    little-endian.
     """
     add, then, high = draw.words
     where = draw.index
     index = torch.arange(where.start, where.stop, device=device) if isinstance(where, range) else where.view(n)
-    x = mix(wrap(index + add))
-    x = mix(x + mix(wrap((index >> 32) + high)) + then)
-    return (x >> 16) & 0xFFFF
+    pair = index >> 1
+    x = mix(wrap(pair + add))
+    x = mix(x + mix(wrap((pair >> 32) + high)) + then)
+    return torch.where((index & 1) == 0, x, x >> 16) & 0xFFFF
 
 
 def wrap(x: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,9 @@ def bits(
 
 
 def random_bits16(key: torch.Tensor, where: torch.Tensor | range, *, device: Any = None) -> torch.Tensor:
-    """16 random bits for each element, as int32 in [0, 2^16); what `stochastic_round` takes.
+    """16 random bits for each element, as int32 in [0, 2^16); what `stochastic_round` takes. The same on every device.
+
+    Half a word of `bits`: elements 2 j and 2 j + 1 of the global tensor have the lower and the upper half of its word j.
 
     Args:
         where: int64 tensor of indices in the global tensor, or a range of them with step 1.
@@ -90,8 +92,12 @@ def random_bits16(key: torch.Tensor, where: torch.Tensor | range, *, device: Any
     if isinstance(where, range):
         if where.step != 1:
             raise ValueError(f"random_bits16: a range must have step 1, got {where}; give an int64 tensor of indices")
-        return _draw(_upper16, key, len(where), 1, torch.int32, (None, where.start, device))
-    return _draw(_upper16, key, None, 1, torch.int32, (where, 0, device))
+        start, n = where.start, len(where)
+        words = bits(key, (start + n + 1) // 2 - start // 2, offset=start // 2, device=device)
+        # As memory has the halves of words: lower ones first, on a little-endian machine.
+        return words.view(torch.uint16)[start % 2 :][:n].to(torch.int32)
+    words = bits(key, index=where // 2, device=device)
+    return torch.where((where % 2 == 0).to(words.device), words, words >> 16) & 0xFFFF
 
 
 def uniform(
@@ -309,10 +315,6 @@ def _digits(where: str, dtype: torch.dtype) -> int:
 
 def _unsigned(word: torch.Tensor) -> torch.Tensor:
     return word.to(torch.int64) & _UNSIGNED
-
-
-def _upper16(word: torch.Tensor) -> torch.Tensor:
-    return (word >> 16) & 0xFFFF
 
 
 def _unit(digits: int, first: torch.Tensor, second: torch.Tensor | None = None) -> torch.Tensor:

@@ -56,39 +56,53 @@ inline uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// 16 random bits: the upper half of mix(x), whose last step changes the lower half only.
-inline uint32_t upper_of_mix(uint32_t x) {
-  x = (x ^ x >> 16) * kMix1;
-  return (x ^ x >> 15) * kMix2 >> 16;
+constexpr bool kLittleEndian = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
+
+// A word whose lower half lies first in memory.
+inline uint32_t in_memory(uint32_t x) { return kLittleEndian ? x : x << 16 | x >> 16; }
+
+// The hashes of `n` pairs of indices, from `pair`.
+inline void hash_pairs(const Draw& draw, uint64_t pair, int32_t n, uint32_t* __restrict out) {
+  for (int32_t done = 0; done < n;) {  // runs with the same high half
+    const uint64_t at = pair + uint64_t(done), run = (uint64_t(1) << 32) - uint32_t(at);
+    const uint32_t start = uint32_t(at) + draw.add, rest = mix(uint32_t(at >> 32) + draw.high) + draw.then;
+    const int32_t count = run < uint64_t(n - done) ? int32_t(run) : n - done;  // gcc 12: no vectors if `k` has 64 bits
+    for (int32_t k = 0; k < count; ++k) out[done + k] = in_memory(mix(mix(start + uint32_t(k)) + rest));
+    done += count;
+  }
 }
 
-// Rounds elements `at` to `at + n` of a leaf by their draws: up in magnitude with the probability of the distance. `x` and
-// `to` begin at the first. Returns the largest magnitude: what lies past kLargestBfloat16 is wrong.
-inline uint32_t round_drawn(const float* __restrict x, uint16_t* __restrict to, const Draw& draw, int64_t at, int64_t n) {
-  uint32_t largest = 0;
-  if (draw.kind == kIndex) {
-    const int64_t* __restrict index = draw.index + at;
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t low = uint32_t(uint64_t(index[i])), high = uint32_t(uint64_t(index[i]) >> 32);
-      const uint32_t random = upper_of_mix(mix(low + draw.add) + mix(high + draw.high) + draw.then);
-      const uint32_t bits = bits_of(x[i]), magnitude = bits & kMagnitude;
-      largest = magnitude > largest ? magnitude : largest;
-      to[i] = uint16_t((bits + random) >> 16);
-    }
-    return largest;
+typedef uint16_t Drawn __attribute__((may_alias));
+
+// The draws of elements `at` to `at + n` of a leaf, at most kUnit, somewhere in `words`.
+inline const Drawn* draw_bits(const Draw& draw, int64_t at, int32_t n, uint32_t (&words)[kUnit / 2 + 1]) {
+  Drawn* out = reinterpret_cast<Drawn*>(words);
+  if (draw.kind == kRange) {
+    const uint64_t first = uint64_t(draw.start) + uint64_t(at);
+    hash_pairs(draw, first >> 1, int32_t((first & 1) + uint64_t(n) + 1) >> 1, words);
+    return out + (first & 1);
   }
-  const uint64_t first = uint64_t(draw.start) + uint64_t(at);
-  for (int64_t done = 0; done < n;) {  // runs of indices with the same high half
-    const uint32_t low = uint32_t(first + uint64_t(done)), high = uint32_t((first + uint64_t(done)) >> 32);
-    const uint32_t start = low + draw.add, rest = mix(high + draw.high) + draw.then;
-    const int64_t run = int64_t((uint64_t(1) << 32) - low);
-    const int32_t count = int32_t(run < n - done ? run : n - done);  // gcc 12 uses no vectors if `i` has 64 bits
+  const int64_t* __restrict index = draw.index + at;
+  for (int32_t i = 0; i < n; ++i) {
+    const uint32_t low = uint32_t(uint64_t(index[i]) >> 1), high = uint32_t(uint64_t(index[i]) >> 33);
+    out[i] = uint16_t(mix(mix(low + draw.add) + mix(high + draw.high) + draw.then) >> (index[i] & 1) * 16);
+  }
+  return out;
+}
+
+// Rounds elements `at` to `at + n` of a leaf by their draws: up in magnitude with the probability of the distance. `x`
+// and `to` begin at the first. Returns the largest magnitude: what lies past kLargestBfloat16 is wrong.
+inline uint32_t round_drawn(const float* __restrict x, uint16_t* __restrict to, const Draw& draw, int64_t at,
+                            int64_t n) {
+  uint32_t largest = 0, words[kUnit / 2 + 1];
+  for (int64_t done = 0; done < n; done += kUnit) {
+    const int32_t count = int32_t(n - done < kUnit ? n - done : kUnit);
+    const Drawn* random = draw_bits(draw, at + done, count, words);
     for (int32_t i = 0; i < count; ++i) {
       const uint32_t bits = bits_of(x[done + i]), magnitude = bits & kMagnitude;
       largest = magnitude > largest ? magnitude : largest;
-      to[done + i] = uint16_t((bits + upper_of_mix(mix(start + uint32_t(i)) + rest)) >> 16);
+      to[done + i] = uint16_t((bits + random[i]) >> 16);
     }
-    done += count;
   }
   return largest;
 }

@@ -4,6 +4,7 @@
 // those, which may be the one compiled for instructions that this machine lacks.
 #include "blockwise.h"
 #include "convert.h"
+#include "pairs.h"
 #include "rules.h"
 
 namespace {
@@ -28,40 +29,87 @@ const float* scaled(const float* g, const Rule& rule, int64_t n, float* out) {
   return out;
 }
 
-void update(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end, int64_t unit, float* scratch) {
+// Elements `at` to `at + n`, all in float32 on their way.
+void update_unit(const Leaf& leaf, const Rule& rule, int64_t at, int64_t n, const Book (&books)[2], int64_t room,
+                 float* scratch) {
   const int moments = moments_of(rule);
-  const int64_t room = unit < leaf.n ? unit : leaf.n;
   float *for_p = scratch, *for_g = scratch + room;
   float* for_m[2] = {scratch + 2 * room, scratch + 3 * room};
-  Book books[2] = {Book(leaf.moments[0]), Book(leaf.moments[1])};
-  for (int64_t at = begin; at < end; at += unit) {
-    const int64_t n = at + unit < end ? unit : end - at;
-    float* p = leaf.master ? leaf.master + at : load(leaf.param, leaf.param_dtype, at, n, for_p);
-    const float* g = scaled(load(leaf.grad, leaf.grad_dtype, at, n, for_g), rule, n, for_g);
-    float* m[2] = {nullptr, nullptr};
-    for (int k = 0; k < moments; ++k) {
-      const Moment& moment = leaf.moments[k];
-      if (moment.dtype != kCodes) {
-        m[k] = load(moment.values, moment.dtype, at, n, for_m[k]);
-        continue;
-      }
-      m[k] = for_m[k];
-      decode(books[k], moment, at, n, m[k]);
-      if (k == 1)
-        for (int64_t i = 0; i < n; ++i) m[k][i] *= m[k][i];
+  float* p = leaf.master ? leaf.master + at : load(leaf.param, leaf.param_dtype, at, n, for_p);
+  const float* g = scaled(load(leaf.grad, leaf.grad_dtype, at, n, for_g), rule, n, for_g);
+  float* m[2] = {nullptr, nullptr};
+  for (int k = 0; k < moments; ++k) {
+    const Moment& moment = leaf.moments[k];
+    if (moment.dtype != kCodes) {
+      m[k] = load(moment.values, moment.dtype, at, n, for_m[k]);
+      continue;
     }
-    apply(rule, leaf, n, p, g, m[0], m[1]);
-    store(p, leaf.param, leaf.param_dtype, at, n, leaf.master ? kNoDraw : leaf.draws[0]);
-    for (int k = 0; k < moments; ++k) {
-      const Moment& moment = leaf.moments[k];
-      if (moment.dtype != kCodes) {
-        store(m[k], moment.values, moment.dtype, at, n, leaf.draws[1 + k]);
-        continue;
-      }
-      if (k == 1)
-        for (int64_t i = 0; i < n; ++i) m[k][i] = __builtin_sqrtf(m[k][i]);
-      encode(books[k], moment, at, n, m[k]);
+    m[k] = for_m[k];
+    decode(books[k], moment, at, n, m[k]);
+    if (k == 1)
+      for (int64_t i = 0; i < n; ++i) m[k][i] *= m[k][i];
+  }
+  with_direction(rule, leaf, [&](auto direction) { step(direction, leaf, rule.step, n, p, g, m[0], m[1]); });
+  store(p, leaf.param, leaf.param_dtype, at, n, leaf.master ? kNoDraw : leaf.draws[0]);
+  for (int k = 0; k < moments; ++k) {
+    const Moment& moment = leaf.moments[k];
+    if (moment.dtype != kCodes) {
+      store(m[k], moment.values, moment.dtype, at, n, leaf.draws[1 + k]);
+      continue;
     }
+    if (k == 1)
+      for (int64_t i = 0; i < n; ++i) m[k][i] = __builtin_sqrtf(m[k][i]);
+    encode(books[k], moment, at, n, m[k]);
+  }
+}
+
+// Whether a leaf can be taken in pairs: all is bfloat16, and the draws agree on which elements have even indices.
+bool in_pairs(const Leaf& leaf, int moments) {
+  bool fits = kLittleEndian && !leaf.master;
+  for (int k = 0; k <= moments; ++k) {
+    const int32_t dtype = k ? leaf.moments[k - 1].dtype : leaf.param_dtype;
+    const Draw& draw = leaf.draws[k];
+    fits = fits && dtype == kBfloat16 && draw.kind == kRange && (draw.start ^ leaf.draws[0].start) % 2 == 0;
+  }
+  return fits;
+}
+
+// The same as update_unit, of `n` pairs. False: nothing is written, since some need more care.
+bool update_pairs(const Leaf& leaf, const Rule& rule, int64_t at, int32_t n, int64_t room, float* scratch) {
+  const int moments = moments_of(rule);
+  float *g = scratch, *rest = scratch + room;  // a room for each array: half for its draws, half for what is made
+  const bool plain =
+      leaf.grad_dtype == kBfloat16
+          ? split(reinterpret_cast<const Pair*>(static_cast<const uint16_t*>(leaf.grad) + at), n, g)
+          : split(load(leaf.grad, leaf.grad_dtype, at, 2 * n, rest), n, g);
+  if (!plain) return false;
+  PairUnit unit{{}, {}, scaled(g, rule, 2 * n, g), g + n, {}};
+  for (int k = 0; k <= moments; ++k) {
+    void* values = k ? leaf.moments[k - 1].values : leaf.param;
+    uint32_t* words = reinterpret_cast<uint32_t*>(rest + k * room);
+    hash_pairs(leaf.draws[k], uint64_t(leaf.draws[k].start + at) >> 1, n, words);
+    unit.old[k] = reinterpret_cast<Pair*>(static_cast<uint16_t*>(values) + at);
+    unit.made[k] = reinterpret_cast<Pair*>(words + n);
+    unit.drawn[k] = words;
+  }
+  const bool done = with_direction(
+      rule, leaf, [&](auto direction) { return step_pairs(direction, leaf, rule.step, n, unit); });
+  for (int k = 0; done && k <= moments; ++k) std::memcpy(unit.old[k], unit.made[k], size_t(n) * 4);
+  return done;
+}
+
+void update(const Leaf& leaf, const Rule& rule, int64_t begin, int64_t end, int64_t unit, float* scratch) {
+  const int64_t room = unit < leaf.n ? unit : leaf.n;
+  const bool paired = in_pairs(leaf, moments_of(rule));
+  const Book books[2] = {Book(leaf.moments[0]), Book(leaf.moments[1])};
+  for (int64_t at = begin, n; at < end; at += n) {
+    n = at + unit < end ? unit : end - at;
+    if (paired) {
+      const bool odd = (leaf.draws[0].start + at) % 2;
+      n = odd || n == 1 ? 1 : n / 2 * 2;
+      if (n > 1 && update_pairs(leaf, rule, at, int32_t(n / 2), room, scratch)) continue;
+    }
+    update_unit(leaf, rule, at, n, books, room, scratch);
   }
 }
 

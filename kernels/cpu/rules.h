@@ -5,10 +5,11 @@
 
 namespace {
 
-// Each gives the direction of an element and replaces its moments.
+// Each gives the direction of an element and replaces its `moments`.
 // Late in a training c1 and then c2 are 1 in float32, and dividing by them would cost a third of the loop for nothing.
 template <bool first_late, bool second_late>
 struct Adam {
+  static constexpr int moments = 2;
   float b1, rest1, b2, rest2, eps, c1, c2;
   float operator()(float g, float& m, float& v) const {
     m = b1 * m + rest1 * g;
@@ -18,6 +19,7 @@ struct Adam {
 };
 
 struct Lion {
+  static constexpr int moments = 1;
   float b1, rest1, b2, rest2;
   float operator()(float g, float& m, float&) const {
     float ahead = b1 * m + rest1 * g;
@@ -27,11 +29,13 @@ struct Lion {
 };
 
 struct Trace {
+  static constexpr int moments = 1;
   float decay;
   float operator()(float g, float& m, float&) const { return m = g + decay * m; }
 };
 
 struct Nesterov {
+  static constexpr int moments = 1;
   float decay;
   float operator()(float g, float& m, float&) const {
     m = g + decay * m;
@@ -40,12 +44,33 @@ struct Nesterov {
 };
 
 struct Descent {
+  static constexpr int moments = 0;
   float operator()(float g, float&, float&) const { return g; }
 };
 
-template <int moments, class Direction>
+// visit(direction of the rule for this leaf)
+template <class Visit>
+inline auto with_direction(const Rule& r, const Leaf& leaf, Visit visit) {
+  switch (r.kind) {
+    case kAdam:
+      if (leaf.c1 != 1) return visit(Adam<false, false>{r.b1, r.rest1, r.b2, r.rest2, r.eps, leaf.c1, leaf.c2});
+      if (leaf.c2 != 1) return visit(Adam<true, false>{r.b1, r.rest1, r.b2, r.rest2, r.eps, leaf.c1, leaf.c2});
+      return visit(Adam<true, true>{r.b1, r.rest1, r.b2, r.rest2, r.eps, leaf.c1, leaf.c2});
+    case kLion:
+      return visit(Lion{r.b1, r.rest1, r.b2, r.rest2});
+    case kTrace:
+      return visit(Trace{r.b1});
+    case kNesterov:
+      return visit(Nesterov{r.b1});
+    default:
+      return visit(Descent{});
+  }
+}
+
+template <class Direction>
 inline void step(const Direction direction, const Leaf& leaf, float rate, int64_t n, float* __restrict p,
                  const float* __restrict g, float* __restrict m, float* __restrict v) {
+  constexpr int moments = Direction::moments;
   const float decay = leaf.weight_decay;
   const bool decays = leaf.decays;
   for (int64_t i = 0; i < n; ++i) {
@@ -57,28 +82,6 @@ inline void step(const Direction direction, const Leaf& leaf, float rate, int64_
     p[i] = p[i] + u * rate;
     if (moments > 0) m[i] = first;
     if (moments > 1) v[i] = second;
-  }
-}
-
-template <bool first_late, bool second_late>
-inline void adam(const Rule& r, const Leaf& leaf, int64_t n, float* p, const float* g, float* m, float* v) {
-  const Adam<first_late, second_late> direction{r.b1, r.rest1, r.b2, r.rest2, r.eps, leaf.c1, leaf.c2};
-  step<2>(direction, leaf, r.step, n, p, g, m, v);
-}
-
-inline void apply(const Rule& r, const Leaf& leaf, int64_t n, float* p, const float* g, float* m, float* v) {
-  switch (r.kind) {
-    case kAdam:
-      if (leaf.c1 != 1) return adam<false, false>(r, leaf, n, p, g, m, v);
-      return leaf.c2 != 1 ? adam<true, false>(r, leaf, n, p, g, m, v) : adam<true, true>(r, leaf, n, p, g, m, v);
-    case kLion:
-      return step<1>(Lion{r.b1, r.rest1, r.b2, r.rest2}, leaf, r.step, n, p, g, m, v);
-    case kTrace:
-      return step<1>(Trace{r.b1}, leaf, r.step, n, p, g, m, v);
-    case kNesterov:
-      return step<1>(Nesterov{r.b1}, leaf, r.step, n, p, g, m, v);
-    default:
-      return step<0>(Descent{}, leaf, r.step, n, p, g, m, v);
   }
 }
 

@@ -76,13 +76,14 @@ def _update(
     if leaf.master is not None:
         draws[0] = None
     kept = [leaf.param, *(m.values for m in leaf.moments)]
+    draws = [d if x.dtype == torch.bfloat16 else None for d, x in zip(draws, kept, strict=True)]
     n = leaf.param.numel()
     programs.update[(triton.cdiv(n, flags["SPAN"]),)](
-        programs.Pointers(leaf.param, leaf.grad, leaf.master, skip),
+        programs.Pointers(leaf.param, leaf.grad, leaf.master, skip, n),
         moments,
-        tuple(_drawn(d) if x.dtype == torch.bfloat16 else None for d, x in zip(draws, kept, strict=True)),
+        tuple(map(_drawn, draws)),
         numbers,
-        n,
+        PAIRS=flags["SPAN"] % 2 == 0 and all(d is None or _starts_even(d) for d in draws),
         BLOCK=block,
         num_warps=_warps(block),
         **flags,
@@ -107,6 +108,10 @@ def _drawn(draw: Draw | None) -> tuple[Any, ...] | None:
     first, index = (draw.index.start, ()) if isinstance(draw.index, range) else (0, (draw.index,))
     words = (*draw.words, first, first >> 32)
     return (*(float(half & 0xFFFF) for word in words for half in (word, word >> 16)), *index)
+
+
+def _starts_even(draw: Draw) -> bool:
+    return isinstance(draw.index, range) and draw.index.start % 2 == 0
 
 
 def _numbers(leaf: Leaf, rule: Rule, scale: Scale) -> programs.Numbers:

@@ -21,12 +21,13 @@ LARGEST = tl.constexpr(reference.LARGEST)
 
 
 class Pointers(NamedTuple):
-    """Where a leaf lies. master, skip: or None."""
+    """Where a leaf lies, and its elements. master, skip: or None."""
 
     param: Any
     grad: Any
     master: Any
     skip: Any
+    n: Any
 
 
 class Held(NamedTuple):
@@ -56,19 +57,20 @@ class Numbers(NamedTuple):
 
 
 @triton.jit
-def update(at, moments, draws, x, n, RULE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+def update(at, moments, draws, x, RULE: tl.constexpr, PAIRS: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """One update of SPAN elements, in a tensor of BLOCK.
 
     Args:
         at: `Pointers`. moments: `Held`. draws: of the param and of each moment, see `bits16`; or None. x: `Numbers`.
-        RULE: adam, lion, sgd, trace or nesterov. SPAN: where there are codes, the elements that share a scale.
+        RULE: adam, lion, sgd, trace or nesterov. PAIRS: see `bits16`. SPAN: where there are codes, the elements that
+            share a scale.
     """
     if at.skip is not None:  # noqa: SIM102 - Triton before 3.9 evaluates both sides of `and`
         if tl.load(at.skip):
             return
     lane = tl.arange(0, BLOCK)
     start = tl.program_id(0).to(tl.int64) * SPAN
-    mask = lane < n - start
+    mask = lane < at.n - start
     if SPAN < BLOCK:
         mask = mask & (lane < SPAN)
     i = start + lane
@@ -87,13 +89,13 @@ def update(at, moments, draws, x, n, RULE: tl.constexpr, SPAN: tl.constexpr, BLO
         u = tl.div_rn(tl.div_rn(m, x.c1), tl.sqrt_rn(tl.div_rn(v, x.c2)) + x.eps)
         if moments[1].scales is not None:
             v = tl.sqrt_rn(v)
-        store(moments[0], m, draws[1], i, mask)
-        store(moments[1], v, draws[2], i, mask)
+        store(moments[0], m, draws[1], i, mask, PAIRS)
+        store(moments[1], v, draws[2], i, mask, PAIRS)
     elif RULE == "lion":
         m = load(moments[0], i, mask)
         c = x.b1 * m + x.rest1 * g
         u = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, 0.0))
-        store(moments[0], x.b2 * m + x.rest2 * g, draws[1], i, mask)
+        store(moments[0], x.b2 * m + x.rest2 * g, draws[1], i, mask, PAIRS)
     elif RULE == "sgd":
         u = g
     else:
@@ -101,13 +103,13 @@ def update(at, moments, draws, x, n, RULE: tl.constexpr, SPAN: tl.constexpr, BLO
         u = m
         if RULE == "nesterov":
             u = g + x.b1 * m
-        store(moments[0], m, draws[1], i, mask)
+        store(moments[0], m, draws[1], i, mask, PAIRS)
     if x.weight_decay is not None:
         u = u + x.weight_decay * p
     p = p + u * x.step
     if at.master is not None:
         tl.store(at.master + i, p, mask=mask)
-    tl.store(at.param + i, rounded(p, at.param.dtype.element_ty, draws[0], i, mask), mask=mask)
+    tl.store(at.param + i, rounded(p, at.param.dtype.element_ty, draws[0], i, mask, PAIRS), mask=mask)
 
 
 @triton.jit
@@ -131,10 +133,10 @@ def load(moment, i, mask):
 
 
 @triton.jit
-def store(moment, x, draw, i, mask):
+def store(moment, x, draw, i, mask, PAIRS: tl.constexpr):
     """Writes a moment in the form in which it is kept."""
     if moment.scales is None:
-        x = rounded(x, moment.kept.dtype.element_ty, draw, i, mask)
+        x = rounded(x, moment.kept.dtype.element_ty, draw, i, mask, PAIRS)
     else:
         # As integers, since a maximum of floats loses NaN; without a sign both have the same order.
         size = tl.where(mask, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -157,7 +159,7 @@ def encoded(x, moment):
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr, draw, i, mask):
+def rounded(x, dtype: tl.constexpr, draw, i, mask, PAIRS: tl.constexpr):
     """float32 in another dtype, with a draw stochastically if that is bfloat16."""
     if dtype == tl.bfloat16:
         pattern = x.to(tl.uint32, bitcast=True)
@@ -165,7 +167,7 @@ def rounded(x, dtype: tl.constexpr, draw, i, mask):
         # Adding to the bits of NaN may carry into the sign, which leaves 0.
         near = tl.where((pattern & 0x7FFFFFFF) > 0x7F800000, pattern >> 16, near)
         if draw is not None:
-            up = (pattern + bits16(draw, i, mask)) >> 16
+            up = (pattern + bits16(draw, i, mask, PAIRS)) >> 16
             near = tl.where((pattern & 0x7FFFFFFF) > LARGEST, near, up)
         result = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -174,19 +176,33 @@ def rounded(x, dtype: tl.constexpr, draw, i, mask):
 
 
 @triton.jit
-def bits16(draw, i, mask):
+def bits16(draw, i, mask, PAIRS: tl.constexpr):
     """16 random bits of each element: uint32.
 
     draw: the lower and the upper 16 bits of each of: the key's words, both halves of the first index; and then, where
     indices are not consecutive, all of them. No None instead: Triton 3.6 loses it in a tuple that is passed on twice.
+    PAIRS: indices are consecutive and the first is even, so that a hash serves two neighbours in the tensor.
     """
     if len(draw) == 10:
         index = (word(draw[8], draw[9]).to(tl.int64) << 32 | word(draw[6], draw[7]).to(tl.int64)) + i
     else:
         index = tl.load(draw[10] + i, mask=mask, other=0)
-    x = mix(index.to(tl.uint32) + word(draw[0], draw[1]))
-    x = mix(x + mix((index >> 32).to(tl.uint32) + word(draw[4], draw[5])) + word(draw[2], draw[3]))
-    return x >> 16
+    if PAIRS:
+        even, _ = tl.split(tl.reshape(index, (i.shape[0] // 2, 2)))
+        x = hashed(draw, even)
+        x = tl.interleave(x & 0xFFFF, x >> 16)
+    else:
+        x = hashed(draw, index)
+        x = tl.where((index & 1) == 0, x & 0xFFFF, x >> 16)
+    return x
+
+
+@triton.jit
+def hashed(draw, index):
+    """The hash of each index's pair: uint32; see `reference.bits16`."""
+    pair = index >> 1
+    x = mix(pair.to(tl.uint32) + word(draw[0], draw[1]))
+    return mix(x + mix((pair >> 32).to(tl.uint32) + word(draw[4], draw[5])) + word(draw[2], draw[3]))
 
 
 @triton.jit

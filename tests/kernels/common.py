@@ -69,11 +69,12 @@ def moment(kept: str, n: int, second: bool, generator: torch.Generator, special:
     return Moment(shifted(codes), scales, book(not second), block)
 
 
-def draws(kind: str, n: int, count: int, start: int = (1 << 32) - 600) -> tuple[Draw, ...]:
-    """Draws by range or index over a border of the high word, or none."""
+def draws(kind: str, n: int, count: int, start: int = (1 << 33) - 600) -> tuple[Draw, ...]:
+    """Draws by range, from an even or an odd index, or by index, over a border of a pair's high word; or none."""
     if kind == "none":
         return ()
-    index = range(start, start + n) if kind == "range" else shifted(torch.arange(n).flip(0) * 104729 + start)
+    start += kind == "odd"
+    index = shifted(torch.arange(n).flip(0) * 104729 + start) if kind == "index" else range(start, start + n)
     return tuple(Draw((7 * i - 3, -5 - i, 11 + i), index) for i in range(count))
 
 

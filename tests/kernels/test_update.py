@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.reference import UNSCALED, Adam, Leaf, Rule, Scale
+from kernels.reference import UNSCALED, Adam, Leaf, Moment, Rule, Scale
 from tests.kernels.common import (
     LEVELS,
     RULES,
@@ -61,7 +61,7 @@ def test_product(rule, kept, level):
     at = LEVELS.index(level)
     if at not in levels():
         pytest.skip(f"this machine has no {level}")
-    kinds = list(itertools.product(DTYPES, DTYPES, (False, True), ("none", "range", "index")))
+    kinds = list(itertools.product(DTYPES, DTYPES, (False, True), ("none", "range", "odd", "index")))
     leaves = [
         leaf(RULES[rule], n, param, grad, kept, master, drawn, special, seed)
         for special in (False, True)
@@ -97,7 +97,9 @@ def test_scales(rule, scale):
 def test_threads(threads):
     rule = RULES["adam"]
     kinds = [("bfloat16", "codes96", "range"), ("float32", "float32", "none"), ("bfloat16", "bfloat16", "index")]
-    leaves = [leaf(rule, n, p, p, k, False, d) for n, (p, k, d) in zip((70_001, 3, 66_000), kinds, strict=True)]
+    kinds += [("bfloat16", "bfloat16", "range"), ("bfloat16", "bfloat16", "odd")]
+    sizes = (70_001, 3, 66_000, 70_003, 50_000)
+    leaves = [leaf(rule, n, p, p, k, False, d) for n, (p, k, d) in zip(sizes, kinds, strict=True)]
     check(leaves, rule, SCALE, 2, threads)
 
 
@@ -134,6 +136,26 @@ def test_books_of_fewer_values(size):
         check([dataclasses.replace(x, moments=moments)], RULES["adam"], UNSCALED, level)
 
 
+def books():
+    """Books of several shapes: dense at 0, at 1 and nowhere; with equal values, and with values past 1."""
+    even = torch.linspace(-1, 1, 256)
+    yield from (even, even**3, even.sign() * even.abs() ** 0.1, torch.logspace(-7, 0, 256), torch.logspace(-30, 0, 255))
+    yield from (even * 5, even * 1e-9, 1 - torch.logspace(-3, -7, 200), torch.zeros(17), even.round(decimals=1))
+    yield from (torch.tensor([-0.0, 0.0, 0.0, 1e-45]), torch.tensor([1.0]), torch.tensor([-3e38, 3e38]))
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_values_at_and_beside_the_borders_of_a_book(number):
+    one = list(books())[number]
+    at = torch.cat([(one[1:] + one[:-1]) / 2, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-30, -1e-8, 2.0**-25, -1.0])])
+    at = torch.cat([at, at.nextafter(torch.tensor(9.0)), at.nextafter(torch.tensor(-9.0))]).clamp(-1, 1)
+    grad = torch.cat([torch.ones(1), at])
+    n = len(grad)
+    kept = Moment(torch.zeros(n, dtype=torch.uint8), torch.zeros(1), one, n)
+    for level in levels():
+        check([Leaf(torch.zeros(n), grad, (kept,))], RULES["trace"], UNSCALED, level)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ties_and_their_neighbours_round_as_in_torch(dtype):
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float().view(torch.int32)
@@ -144,7 +166,9 @@ def test_ties_and_their_neighbours_round_as_in_torch(dtype):
         check([Leaf(torch.zeros_like(x, dtype=dtype), torch.zeros_like(x), (), x)], RULES["descent"], UNSCALED, level)
 
 
-@pytest.mark.parametrize("start", [0, (1 << 31) - 3, (1 << 32) - 1, (1 << 40) + 12345, (1 << 62)])
+@pytest.mark.parametrize(
+    "start", [0, 1, (1 << 32) - 3, (1 << 33) - 1, (1 << 33) - 2, (1 << 33) - 1025, (1 << 40) + 12345, 1 << 62]
+)
 def test_indices_of_draws(start):
     g = torch.Generator().manual_seed(start % 7)
     p = floats(3000, torch.bfloat16, g, False)
@@ -152,6 +176,30 @@ def test_indices_of_draws(start):
         leaves = [Leaf(p, floats(3000, torch.float32, g, False), draws=draws(kind, 3000, 1, start))]
         for level in levels():
             check(leaves, RULES["descent"], UNSCALED, level)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_pairs_with_values_that_are_not_drawn(rule):
+    """One in each of some units, among them NaN that a draw would carry into the sign: then none of the unit is in pairs."""
+    n, patterns = 9000, (0x7F7F0001, 0x7F7F8000, -0x800001, 0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, 0x7F7F0000)
+    grad = torch.zeros(n, dtype=torch.int32)
+    grad[700::1030] = torch.tensor((patterns * 2)[:9], dtype=torch.int64).to(torch.int32)
+    for dtype, start, level in itertools.product((torch.float32, torch.bfloat16, torch.float16), (0, 1), levels()):
+        x = leaf(RULES[rule], n, "bfloat16", "float32", "bfloat16", False, "none")
+        g = grad.view(torch.float32).to(dtype) if dtype == torch.float32 else (grad >> 16).to(torch.int16).view(dtype)
+        for m in x.moments:
+            m.values[:5000] = 0
+        x = dataclasses.replace(x, grad=g, draws=draws("range", n, 1 + len(x.moments), start))
+        check([x], RULES[rule], UNSCALED, level)
+        check([x], RULES[rule], SCALE, level)
+
+
+def test_draws_of_unequal_parity_and_kind():
+    rule = RULES["adam"]
+    for first, second, third in itertools.product(("range", "odd", "index"), repeat=3):
+        x = leaf(rule, 3001, "bfloat16", "bfloat16", "bfloat16", False, "none")
+        mixed = tuple(draws(kind, 3001, 3)[i] for i, kind in enumerate((first, second, third)))
+        check([dataclasses.replace(x, draws=mixed)], rule, UNSCALED, levels()[-1])
 
 
 @given(

@@ -55,7 +55,7 @@ def variants() -> list[tuple[Kind, bool]]:
         policies(), RULES, (False, True), (None, 0.1), (False, True)
     ):
         moments = ((256, 256) if codes else kind.moments)[: MOMENTS[rule]]
-        for draws in ("range", "index") if stochastic and BF16 in (kind.param, *moments) else ("none",):
+        for draws in ("range", "odd", "index") if stochastic and BF16 in (kind.param, *moments) else ("none",):
             leaf = Kind(rule, kind.param, kind.grad, kind.master, moments, draws, decay)
             found[leaf, skip] = None
     return list(found)
@@ -114,16 +114,18 @@ def moves(name: str, text: str, backend: str) -> Iterator[str]:
 
 
 def recompiled(made: list[Any]) -> Iterator[str]:
-    """New hyper-parameters, keys, counts and indices of one kind of leaf compile nothing."""
+    """New hyper-parameters, keys, counts and even first indices of one kind of leaf compile nothing; draws need no exchange."""
     kind = Kind("adam", BF16, BF16, moments=(BF16, BF16), draws="range", decay=0.1)
     made.clear()
-    for lr, words, first, decay in ((1e-3, (1, 2, 3), 0, 0.1), (1, (16, -1, 1), 1, 0), (0, (0, 0, 0), 1 << 40, 1.0)):
+    for lr, words, first, decay in ((1e-3, (1, 2, 3), 0, 0.1), (1, (16, -1, 1), 2, 0), (0, (0, 0, 0), 1 << 40, 1.0)):
         leaf = leaf_of(kind, 4096)
         draws = tuple(Draw(words, range(first, first + 4096)) for _ in leaf.draws)
         leaf = dataclasses.replace(leaf, draws=draws, count=first + 1, weight_decay=decay)
         triton.update([leaf], Adam(lr, 0.5, 0, 1), Scale(1, 2))
     if len(set(map(id, made))) != 1:
         yield f"{len(set(map(id, made)))} kernels for one kind of leaf"
+    if made[0].metadata.shared:
+        yield "threads exchange the halves of hashes"
 
 
 def main(target: str, start: int, every: int) -> list[str]:

@@ -54,14 +54,14 @@ def differences(kind: Kind, n: int, special: bool) -> Iterator[str]:
 def floats() -> Iterator[str]:
     """Moments in float32 and bfloat16."""
     for i, kind in enumerate(kinds([F32, BF16, (BF16, F32)])):
-        yield from differences(kind, (1500, 1024, 1, 16, 2049)[i % 5], special=i % 2 == 0)
+        yield from differences(kind, (1500, 1024, 1, 16, 2049)[i % 5], special=i % 3 == 0)
 
 
 @group
 def codes() -> Iterator[str]:
     """Moments in 8 bits."""
-    for i, kind in enumerate(kinds([256, (100, BF16), (F32, 600)])):
-        yield from differences(kind, (300, 1, 512, 601)[i % 4], special=i % 3 == 0)
+    for i, kind in enumerate(kinds([256, (101, BF16), (F32, 600)])):
+        yield from differences(kind, (300, 1, 512, 601, 77)[i % 5], special=i % 3 == 0)
 
 
 @group

@@ -29,7 +29,9 @@ SPECIAL = torch.tensor(
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a leaf is kept in. moments: of each; an int is the block of 8-bit codes. draws: none, range or index."""
+    """What a leaf is kept in. moments: of each; an int is the block of 8-bit codes. draws: none, range, odd or index;
+    odd: a range from an odd index.
+    """
 
     rule: str
     param: torch.dtype = F32
@@ -44,7 +46,7 @@ def kinds(kept: list[Any]) -> Iterator[Kind]:
     """All combinations of rule, param, draws and moments, which are each of `kept`; gradient and decay by a fixed lot."""
     lot = random.Random(0)
     params = [(F32, False), (BF16, False), (BF16, True), (F16, False), (F16, True)]
-    for rule, (param, master), held, draws in itertools.product(RULES, params, kept, ("none", "range", "index")):
+    for rule, (param, master), held, draws in itertools.product(RULES, params, kept, ("none", "range", "odd", "index")):
         moments = (held if isinstance(held, tuple) else (held, held))[: MOMENTS[rule]]
         if moments or held is kept[0]:
             yield Kind(rule, param, lot.choice((F32, BF16, F16)), master, moments, draws, lot.choice((None, 0.1)))
@@ -72,9 +74,9 @@ def leaf_of(kind: Kind, n: int, special: bool = False, seed: int = 0) -> Leaf:
 
     def draw(i: int) -> Draw:
         words = torch.randint(-(1 << 31), 1 << 31, (3,), generator=rng).tolist()
-        first = (1 << 32) - n // 2
+        first = (1 << 33) - n // 4 * 2 + (kind.draws == "odd")
         index = torch.randint(1 << 40, (n,), generator=rng)
-        return Draw(tuple(words), range(first, first + n) if kind.draws == "range" else index)
+        return Draw(tuple(words), index if kind.draws == "index" else range(first, first + n))
 
     return Leaf(
         values(kind.param),

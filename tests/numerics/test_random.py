@@ -306,13 +306,6 @@ def test_br19_c():
     assert torch.equal(stochastic_round(x[:3], bits=r.random_bits16(r.key(0), at)), out[at])
 
 
-def test_random_bits16():
-    x = r.random_bits16(r.key(0), range(N))
-    assert x.dtype == torch.int32 and int(x.min()) >= 0 and int(x.max()) < 1 << 16
-    assert abs(chi_square(torch.bincount(x >> 8, minlength=256).double())) < 5
-    assert abs(chi_square(torch.bincount(x & 255, minlength=256).double())) < 5
-
-
 @pytest.mark.parametrize("value", [1.00001, -1.00001, 3e-41, -2e-39, 123456.7, 3.3e38, -1e-20])
 def test_every_draw_counts_once(value):
     """Over all 65,536 values of the bits the mean is the value itself."""
