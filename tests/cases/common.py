@@ -1,14 +1,27 @@
 """What the cases share: a loss with given gradients, a window dealt out over the ranks, and whole states to compare."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 import funzero as fz
+from funzero.executor import placement, stream
 
 STAGES = (0, 1, 2, 3)
 WORLDS = SOME_WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.slow))
+
+
+@contextlib.contextmanager
+def border(bundle_bytes, part_bytes=stream.PART_BYTES):
+    """Within the block other leaves are large, and are streamed in other parts; ranks of a pool outlive a test."""
+    before = placement.BUNDLE_BYTES, stream.PART_BYTES
+    placement.BUNDLE_BYTES, stream.PART_BYTES = bundle_bytes, part_bytes
+    try:
+        yield
+    finally:
+        placement.BUNDLE_BYTES, stream.PART_BYTES = before
 
 
 def linear(params, batch):

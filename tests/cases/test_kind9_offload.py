@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import placement
 from funzero.executor.disk import DiskLeaf
 from funzero.executor.stores import HOST
-from tests.cases.common import STAGES, difference, linear, params_of, rows, same, whole, window
+from tests.cases.common import STAGES, border, difference, linear, params_of, rows, same, whole, window
 from tests.cases.test_kind9_memory import count_and_bytes, settled
 from tests.ranks import pool
 
@@ -28,13 +27,12 @@ def launch(params, tx, loss_fn, mesh, stage, memory, folder, *, what="**", step=
     return state, fz.make_step(loss_fn, tx, specs=made, **dict(step))
 
 
-def all_lazy():
-    placement.BUNDLE_BYTES = 0  # leaves of a few elements take the way of large ones
-
-
 def br05(rank, world, folder, lazy):
-    if lazy:
-        all_lazy()
+    with border(0 if lazy else 64 * 1024):  # so that leaves of a few elements take the way of large ones
+        return br05_cells(folder)
+
+
+def br05_cells(folder):
     mesh, found = fz.make_mesh(dp=-1), {}
     for stage, memory, n in itertools.product(STAGES, MEMORIES, (1, 5)):
         params, options = {"w": torch.zeros(n)}, {"reduction": "sum"}
@@ -170,7 +168,11 @@ def test_deepspeed_3_7_a_leaf_that_is_not_used_now_keeps_no_gradient_of_before(m
 
 
 def ds38(rank, world, folder):
-    all_lazy()
+    with border(0):
+        return ds38_sums(folder)
+
+
+def ds38_sums(folder):
     mesh, found = fz.make_mesh(dp=-1), {}
     for memory in ("host", "disk"):
         params, options = {"w": torch.zeros(10), "odd": torch.zeros(3)}, {"reduction": "sum"}
@@ -240,7 +242,11 @@ def test_deepspeed_3_10_float32_has_no_second_copy_and_an_old_state_is_not_writt
 
 
 def read_once(rank, world, stage, folder, budget):
-    all_lazy()
+    with border(0):
+        return bytes_read(stage, folder, budget)
+
+
+def bytes_read(stage, folder, budget):
     mesh = fz.make_mesh(dp=-1)
     params = {"p": torch.eye(32) / 2, "q": torch.eye(32) / 4}
 
