@@ -28,12 +28,15 @@ def on_device(indices: Indices, device: torch.device) -> torch.Tensor:
 
 
 def tree_sum(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Adds equally shaped tensors in a fixed binary tree; may write into the rows."""
+    """Adds equally shaped tensors in a fixed binary tree; may write into the rows.
+
+    The sum of two or more has memory of its own: as one of the rows it would keep all of them.
+    """
     level = list(rows)
-    while len(level) > 1:
+    while len(level) > 2:
         pairs = [level[i].add_(level[i + 1]) for i in range(0, len(level) - 1, 2)]
         level = pairs + level[len(pairs) * 2 :]
-    return level[0]
+    return level[0] + level[1] if len(level) == 2 else level[0]
 
 
 def all_sum(x: torch.Tensor, mesh: Mesh, axes: tuple[str, ...]) -> torch.Tensor:

@@ -68,17 +68,24 @@ class ReduceQueue:
         """The leaves that no gradient came for."""
         return [k for k in self.routes if k not in self._seen]
 
-    def ready_flags(self) -> list[int]:
-        """While recording: 1 for each route whose gradient waits here."""
-        return [int(k in self._ready) for k in self.routes]
+    def turns(self) -> list[int]:
+        """While recording: for each route whose turn it was that its gradient came, of those that wait here; else 0."""
+        came = {k: turn for turn, k in enumerate(self._ready, 1)}
+        return [came.get(k, 0) for k in self.routes]
 
-    def on_round(self, flags: list[list[int]], finished: list[bool]) -> None:
-        """While recording: posts what every rank either has or, being finished, will never have."""
+    def on_round(self, turns: list[list[int]], finished: list[bool]) -> None:
+        """While recording: posts what every rank either has or, being finished, will never have.
+
+        In the order in which the first rank that has it got it: later steps go by that order, while the backward goes on.
+        """
+        found = []
         for i, leaf in enumerate(self.routes):
-            has = [row[i] for row in flags]
-            if leaf not in self._done and any(has) and all(h or f for h, f in zip(has, finished, strict=True)):
-                self._post(leaf)
-                self._done.append(leaf)
+            came = [row[i] for row in turns]
+            if leaf not in self._done and any(came) and all(c or f for c, f in zip(came, finished, strict=True)):
+                found.append((next(c for c in came if c), leaf))
+        for _, leaf in sorted(found):
+            self._post(leaf)
+            self._done.append(leaf)
 
     def finish(self, order: Iterable[int] = ()) -> None:
         """Posts the rest, zeros where this rank has no gradient, and waits for all.

@@ -47,8 +47,8 @@ class Session:
 
     def _round(self, want: int) -> list[int]:
         """One round of agreement while recording: who needs which leaf, and whose gradients are ready."""
-        flags = self._queue.ready_flags() if self._queue else []
-        rows = self.plan.mesh.gather_host(torch.tensor([want, *flags])).tolist()
+        turns = self._queue.turns() if self._queue else []
+        rows = self.plan.mesh.gather_host(torch.tensor([want, *turns])).tolist()
         if self._queue:
             self._queue.on_round([r[1:] for r in rows], [r[0] == FINISHED for r in rows])
         return [r[0] for r in rows]

@@ -51,11 +51,31 @@ def on_two_ranks(rank, world, stage, budget):
     return order_of_landing(stage, budget)
 
 
+# A budget so small that a reduction must be over before the next is posted; without one all are posted before they land.
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_land_while_the_backward_goes_on(stage):
-    # A budget so small that a reduction must be over before the next is posted.
     for seen in pool(2).run(on_two_ranks, stage, 2 * 8 * 8 * 4):
         layers = [n for n in seen if n.startswith("w")]
-        assert layers[:4] == ["w5", "w4", "w3", "w2"]
+        assert layers == ["w5", "w4", "w3", "w2", "w1", "w0"]
         assert seen.index("w3") < seen.index("end"), seen
         assert seen.index("tied") > seen.index("end"), "a leaf that is used early as well is complete at the end only"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_a_budget_the_order_is_that_of_the_backward_too(stage):
+    for seen in pool(2).run(on_two_ranks, stage, None):
+        assert [n for n in seen if n.startswith("w")] == ["w5", "w4", "w3", "w2", "w1", "w0"]
+
+
+def kept_alone(rank, world):
+    mesh = fz.make_mesh(dp=-1)
+    specs = fz.zero_specs({"w": torch.empty(64, 512, device="meta")}, fz.sgd(1.0), mesh, stage=2)
+    state = fz.init_state({"w": torch.zeros(64, 512)}, fz.sgd(1.0), specs=specs)
+    step = fz.make_step(lambda p, b: (p["w"] * b).sum(), fz.sgd(1.0), specs=specs)
+    found = step.accumulate(state, torch.ones(1, 64, 512)).accum.grads["w"]
+    return found.nbytes, found.untyped_storage().nbytes()
+
+
+def test_a_ranks_range_of_a_sum_keeps_no_more_memory_than_its_own():
+    for used, kept in pool(2).run(kept_alone):
+        assert used == kept == 64 * 512 * 4 // 2
