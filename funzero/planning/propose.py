@@ -149,8 +149,9 @@ def _choices(model: Model, accumulate: int, remat: Mapping[str, Any] | None) -> 
     times = [accumulate * 2**i for i in range(30) if rows and rows[0] % (accumulate * 2**i) == 0] or [accumulate]
     largest = max((x.numel() for x in tree_lib.leaves(model.shapes)), default=0)
     budget = max(64 << 20, 4 * largest * _itemsize(model))
-    stages = [(s, None) for s in range(4)] if model.mesh.size(model.mesh.batch) > 1 else [(0, None)]
-    stages += [(3, budget)] if len(stages) > 1 else []
+    stages: list[tuple[int, int | None]] = [(0, None)]
+    if model.mesh.size(model.mesh.batch) > 1:
+        stages = [(0, None), (1, None), (2, None), (3, None), (3, budget)]
     recomputed = [None, remat] if remat else [None]
     for memory, rules, (stage, limit), count in itertools.product(ELSEWHERE, recomputed, stages, times):
         yield Choice(stage, count, rules, memory, limit)

@@ -39,7 +39,7 @@ class CacheModel:
     """See `executor.cache.GatherCache`.
 
     Args:
-        lazy: layouts of the lazy params in the compute dtype, by place. on_miss: called for each round of agreement.
+        lazy: layouts of the lazy params in the compute dtype, by place.
     """
 
     def __init__(self, lazy: dict[int, Layout], budget: int | None, memo: Memo, ledger: Ledger):

@@ -32,7 +32,7 @@ def bars(plan: Any) -> dict[str, dict[str, int]]:
 def table(plan: Any) -> str:
     """Rows of purposes, columns of memories, and a line for each volume."""
     found = bars(plan)
-    rows = [(f"first rank of {plan.mesh.describe()}", *MEMORY_KINDS)]
+    rows: list[tuple[str, ...]] = [(f"first rank of {plan.mesh.describe()}", *MEMORY_KINDS)]
     for name in dict.fromkeys(k for x in found.values() for k in x):
         rows.append((name, *(size(found[m][name]) if name in found[m] else "" for m in MEMORY_KINDS)))
     rows.append(("at most", *(size(n) for n in (plan.device, plan.host, plan.disk))))

@@ -131,7 +131,8 @@ class _Step:
         placement, budget = self.placement, self.options.gather_budget
         routes = {**placement.micro_routes, **(placement.window_routes if last else {})}
         queue = ReduceModel(routes, self.memo, budget and budget // RESERVE, self.ledger)
-        place, kept = self.plan.place_of_trained, {}
+        place = self.plan.place_of_trained
+        kept: dict[int, int] = {}
         for e in self.timeline.events:
             self.ledger.phase = f"{name}, {'backward' if e.backward else 'forward'}"
             live = e.high - e.waiting

@@ -51,11 +51,18 @@ def check(world, cases, folder, least, most):
             assert least <= planned / seen <= most, f"{world} ranks, {where}: planned {planned}, seen {seen}"
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("world", [1, 2])
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    (1, 0),
+    pytest.param(2, 0, marks=SLOW),
+    pytest.param(2, 1, marks=SLOW),
+    pytest.param(2, 2, marks=SLOW),
+    (2, 3),
+]
+
+
+@pytest.mark.parametrize(("world", "stage"), LAYOUTS)
 def test_bytes_of_a_step(world, stage, tmp_path):
-    if world == 1 and stage:
-        pytest.skip("one rank cuts nothing")
     check(world, [(stage, "adamw", None, o) for o in OPTIONS], tmp_path, 0.97, 1.01)
 
 
@@ -66,14 +73,14 @@ def test_bytes_of_a_step_with_a_budget(tmp_path):
     check(2, [(3, "adamw", None, {"gather_budget": BUDGET, "remat": BLOCKS})], tmp_path, 0.88, 1.01)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=SLOW)])
 def test_bytes_of_a_step_without_a_kernel(world, tmp_path):
     cases = [(s, "composed", None, {}) for s in ((0,) if world == 1 else (0, 1, 3))]
     check(world, cases, tmp_path, 0.97, 1.05)
     check(world, [(s, "muon", None, {}) for s in ((0,) if world == 1 else (1, 3))], tmp_path, 0.97, 1.15)
 
 
-@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("memory", [pytest.param("host", marks=SLOW), "disk"])
 def test_bytes_of_a_step_with_opt_state_elsewhere(memory, tmp_path):
     check(2, [(s, "adamw", {"opt_state/**": memory}, {}) for s in (0, 3)], tmp_path, 0.97, 1.03)
 
