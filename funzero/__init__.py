@@ -28,6 +28,7 @@ from funzero.executor.place import gather, reshard, shard
 from funzero.executor.reduce import reduce
 from funzero.integrations.module import functional_call, init_module, load_module, split_module, trainable
 from funzero.make_step import Step, make_step
+from funzero.planning.plan import plan
 from funzero.transforms import loss_scale, losses, precision, random, schedules
 from funzero.transforms.accumulate import accumulate, finalize
 from funzero.transforms.average import averaged_params, ema, polyak_averaging
@@ -143,6 +144,7 @@ __all__ = [
     "nadam",
     "nadamw",
     "partition",
+    "plan",
     "polyak_averaging",
     "precision",
     "random",

@@ -29,6 +29,7 @@ LAYERS = {
     "parallel": PURE | {"parallel"},
     "checkpoint": RUN | {"checkpoint"},
     "integrations": RUN | {"integrations"},
+    "planning": RUN | {"planning"},
 }
 HEAVY = (
     "optree",

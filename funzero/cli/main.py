@@ -8,10 +8,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
-from funzero.cli import INTERRUPTED, ckpt
+from funzero.cli import INTERRUPTED, ckpt, plan
 from funzero.core.errors import CheckpointError
 
-NEEDED = {"demo": ("rich", "matplotlib"), "ckpt": ()}
+NEEDED = {"demo": ("rich", "matplotlib"), "ckpt": (), "plan": ()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", default="runs/demo", metavar="DIR", help="the run folder (default runs/demo)")
     demo.add_argument("--corpus", metavar="DIR", help=argparse.SUPPRESS)
     ckpt.add_to(commands)
+    plan.add_to(commands)
     return parser
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.benchmarks import checkpoint, disk, kernels, precision
+from tests.benchmarks import checkpoint, disk, kernels, planner, precision
 
 LIMIT_S, LEAVE_S = 300, 10
 # name: (ranks, task, peer, [(system, largest time ratio, largest memory ratio)])
@@ -81,7 +81,7 @@ def compare(name: str, repeats: int = 5) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint", "kernels", "disk"]:
+    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint", "kernels", "disk", "planner"]:
         if wanted == "precision":
             precision.compare()
             continue
@@ -93,6 +93,9 @@ if __name__ == "__main__":
             continue
         if wanted == "disk":
             disk.compare()
+            continue
+        if wanted == "planner":
+            planner.compare()
             continue
         for line in compare(wanted):
             print(line, flush=True)
