@@ -37,10 +37,14 @@ class FlatState:
         return None if self.loss_scale is EMPTY_NODE else self.loss_scale.scale
 
     @staticmethod
-    def open(state: TrainState, specs: StateSpecs) -> "FlatState":
-        """Flattens a state of this layout."""
+    def open(state: TrainState, specs: StateSpecs, treedef: Any = None) -> "FlatState":
+        """Flattens a state of this layout.
+
+        Args:
+            treedef: the structure that it probably has.
+        """
         inner = tree_lib.leaves(state.accum)
-        leaves, treedef = tree_lib.flatten(dataclasses.replace(state, accum=EMPTY_NODE) if inner else state)
+        leaves, treedef = tree_lib.flatten_as(dataclasses.replace(state, accum=EMPTY_NODE) if inner else state, treedef)
         step, *rest = leaves
         p, o = len(specs.params.layouts), len(specs.params.layouts) + len(specs.opt_state.layouts)
         s = o + len(tree_lib.leaves(state.loss_scale))

@@ -61,7 +61,7 @@ class FusedChain:
             counts[torch.tensor(list(chosen), device=counts.device)] += one
         for i, count in zip(self.count, counts.unbind(), strict=True):
             opt_state[i] = count
-        return [new[i] for i in chosen]
+        return new if len(chosen) == len(new) else [new[i] for i in chosen]
 
 
 def _stacked(scalars: list[torch.Tensor]) -> torch.Tensor:

@@ -75,6 +75,11 @@ class Targets:
         return [k for k, row in enumerate(homes) if all(store_of(x) is None for x in row)]
 
     @functools.cached_property
+    def views(self) -> list[tuple[int, Piece | None]]:
+        """Of the leaves that are here, the place of the param, and its piece if that is not all of it."""
+        return [(x.at, None if x.part is None else x) for x in (self.pieces[k] for k in self.here)]
+
+    @functools.cached_property
     def columns(self) -> list[tuple[int, ...]]:
         """Places in opt_state of the leaves that are here: one column for each moment, and one for the masters."""
         return list(zip(*(self.places[k] for k in self.here), strict=True))
@@ -127,20 +132,26 @@ class KernelUpdate:
         """
         make_writable(opt_state, targets.on_device, self.donate)
         make = functools.partial(self._leaf, targets, counts, draws)
-        pieces = {k: targets.pieces[k].here(params[targets.pieces[k].at]) for k in targets.here}
+        pieces = [params[i] if x is None else x.here(params[i]) for i, x in targets.views]
         if targets.here and not draws:
-            columns = [list(pieces.values()), [grads[k] for k in targets.here] if targets.away else grads]
+            columns = [pieces, [grads[k] for k in targets.here] if targets.away else grads]
             columns += [[opt_state[i] for i in places] for places in targets.columns]
             batch = targets.batches.get(type(self.rule))
             if batch is None:
                 rows = list(zip(*columns, strict=True))
                 examples = [make(k, [x.view(-1) for x in row]) for k, row in zip(targets.here, rows, strict=True)]
                 batch = targets.batches[type(self.rule)] = Batch(examples, self.rule)
-            how = [counts[k] for k in targets.here], self.weight_decay, self.rule, self.scale
+            how = (
+                [counts[k] for k in targets.here] if targets.away else counts,
+                self.weight_decay,
+                self.rule,
+                self.scale,
+            )
             dispatch.update_batch(batch, columns, *how, skip=self.skip)
         elif targets.here:
-            of = {k: [pieces[k], grads[k], *(opt_state[i] for i in targets.places[k])] for k in targets.here}
-            leaves = [make(k, [x.view(-1) for x in tensors]) for k, tensors in of.items()]
+            of = zip(targets.here, pieces, strict=True)
+            given = [(k, [p, grads[k], *(opt_state[i] for i in targets.places[k])]) for k, p in of]
+            leaves = [make(k, [x.view(-1) for x in row]) for k, row in given]
             dispatch.update(leaves, self.rule, self.scale, self.skip)
         if targets.away:
 

@@ -53,8 +53,15 @@ class Bound:
         self.program = Program()
         self.small = SmallReductions(self.plan, frozenset(self.placement.micro_routes))
         self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())
+        self._treedef: Any = None
         self._all = tuple(range(len(specs.grads.layouts)))
         self._selections: dict[tuple[int, ...], Selection] = {}
+
+    def open(self, state: TrainState) -> FlatState:
+        """The leaves of a state."""
+        flat = FlatState.open(state, self.plan.specs, self._treedef)
+        self._treedef = flat.treedef
+        return flat
 
     def rounder(self, flat: FlatState, window: Window) -> Rounder:
         """How sums of gradients are rounded in the micro-batch that comes next."""
@@ -97,7 +104,7 @@ class Runner:
         """One window of one batch."""
         bound, micros, _ = self._enter(state, batch, agree.STEP)
         with bound.plan.mesh.guard():
-            flat = FlatState.open(state, bound.plan.specs)
+            flat = bound.open(state)
             window = open_window(bound.plan, flat, self._options.donate)
             self._run(bound, flat, window, micros, closes=True)
             return self._finish(bound, flat, window)
@@ -106,7 +113,7 @@ class Runner:
         """One batch of a window."""
         bound, micros, _ = self._enter(state, batch, agree.ACCUMULATE)
         with bound.plan.mesh.guard():
-            flat = FlatState.open(state, bound.plan.specs)
+            flat = bound.open(state)
             window = open_window(bound.plan, flat, self._options.donate)
             self._run(bound, flat, window, micros)
             flat.accum = as_node(bound.plan, window)
@@ -115,7 +122,7 @@ class Runner:
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """The end of a window; joins the micro-batches of ranks that are not there yet."""
         bound, micros, rows = self._enter(state, EMPTY, agree.UPDATE)
-        flat = FlatState.open(state, bound.plan.specs)
+        flat = bound.open(state)
         window = open_window(bound.plan, flat, self._options.donate)
         while (rows[:, 0] == agree.ACCUMULATE).any():
             with bound.plan.mesh.guard():

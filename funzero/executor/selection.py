@@ -42,15 +42,29 @@ class Selection:
 
     def reduce(self, window: Window) -> list[torch.Tensor]:
         """The window's sums of the chosen leaves, summed over ranks as finalised gradients are; takes them out of it."""
-        left = [i for i in self.chosen if i not in window.final]
-        away = [i for i in left if store_of(self.plan.specs.grads.layouts[i])]
-        here = tuple(left) if not away else tuple(i for i in left if i not in set(away))
-        found = window.final | dict(zip(here, self._reduced(here, [window.sums[i] for i in here]), strict=True))
-        for i in away:
-            found[i] = self._reduced_away(i, window)
+        left = tuple(i for i in self.chosen if i not in window.final) if window.final else self.chosen
+        here = tuple(i for i in left if i not in self.away) if self.away else left
+        done = self._reduced(here, [window.sums[i] for i in here])
+        if here == self.chosen:
+            window.sums = []
+            return done
+        found = window.final | dict(zip(here, done, strict=True))
+        for i in left:
+            if i in self.away:
+                found[i] = self._reduced_away(i, window)
         window.outbox.settle()
         window.sums, window.final = [], {}
         return [found[i] for i in self.chosen]
+
+    @functools.cached_property
+    def away(self) -> frozenset[int]:
+        """The chosen leaves whose gradients are kept elsewhere."""
+        return frozenset(i for i, x in zip(self.chosen, self.layouts, strict=True) if store_of(x) is not None)
+
+    @functools.cached_property
+    def params_here(self) -> list[int]:
+        """The places of the chosen params that are on the device."""
+        return [x.at for x in self.pieces if x.store is None]
 
     def _reduced(self, left: tuple[int, ...], sums: list[Any]) -> list[torch.Tensor]:
         accum, grads, go = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts, self.plan.travelling

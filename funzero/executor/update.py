@@ -47,10 +47,11 @@ def clip(
     Multiplications by exactly 1 are left out where the host can see it: on the CPU.
     """
     on_host = weight.device.type == "cpu"
-    away = any(store_of(x) for x in selection.layouts)
+    away = bool(selection.away)
     if away and selection.kernel is None:
         grads, away = [fetch(g, x) for g, x in zip(grads, selection.layouts, strict=True)], False
-    grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
+    if not all(map(torch.Tensor.is_contiguous, grads)):
+        grads = [g.contiguous() for g in grads]
     fresh = selection.reduced
     divisor = torch.where(weight == 0, 1.0, weight) if options.reduction == "mean" else torch.ones_like(weight)
     if scale is not None:
@@ -140,7 +141,7 @@ def _update_fused(selection: Selection, flat: FlatState, grads: list[torch.Tenso
     """In place where `update.donate` allows it."""
     kernel, targets = selection.kernel, selection.targets
     assert kernel is not None
-    make_writable(flat.params, [x.at for x in selection.pieces if x.store is None], update.donate)
+    make_writable(flat.params, selection.params_here, update.donate)
     make_writable(flat.opt_state, kernel.schedule_counts, update.donate)
     draws = selection.draws(flat)
     counts = kernel.advance(flat.opt_state, selection.chosen, update.skip)
@@ -189,7 +190,7 @@ def _update_composed(
         values = [torch.where(skip, a, b) for a, b in zip(before, values, strict=True)]
         state = [torch.where(skip, a, b) for a, b in zip(flat.opt_state, state, strict=True)]
     del before  # of what is written next, nobody else may hold the memory
-    make_writable(flat.params, [x.at for x in selection.pieces if x.store is None], donate)
+    make_writable(flat.params, selection.params_here, donate)
     outbox = Outbox()
     for x, value in zip(selection.pieces, values, strict=True):
         if x.store is None:

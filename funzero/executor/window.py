@@ -107,7 +107,7 @@ class Landing:
     def finish(self, grads: list[torch.Tensor | None], used: list[bool], loss: Loss | None) -> None:
         """Adds what has not come one by one."""
         window, widened = self.window, self.placement.widened
-        if self.placement.sums_away or any(x is not None for x in window.sums):
+        if self.placement.sums_away or window.times or any(map(_is_there, window.sums)):
             for k, g in enumerate(grads):
                 if g is not None:
                     self.add(k, g)
@@ -121,6 +121,10 @@ class Landing:
 
     def _accum(self, k: int) -> Layout:
         return self.placement.plan.specs.accum.layouts[k]
+
+
+def _is_there(x: torch.Tensor | None) -> bool:
+    return x is not None
 
 
 def _sum(held: torch.Tensor, grad: torch.Tensor, path: str, round_to: Rounder) -> torch.Tensor:

@@ -8,6 +8,7 @@ kernels take within an op. The anchors are the executor's own, so gradients land
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -225,7 +226,7 @@ def _trace(loss_fn: Callable[..., Any], plan: Plan, batch: Any, accumulate: int,
                 held.append(x)
                 continue
             sources.append(new_source(CPU, x.dtype))
-            held.append(anchored(sources[-1], x, lambda g, i=i: recorder.grad(i, g)))
+            held.append(anchored(sources[-1], x, functools.partial(recorder.grad, i)))
         params = tree_lib.unflatten(plan.specs.params.treedef, held)
         recording.enter_context(recorder)  # not before: to make an anchor is no use
         with _casting(plan):

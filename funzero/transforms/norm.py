@@ -99,7 +99,9 @@ class NormPlan:
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)
         chosen, slots = self._small
         if chosen:
-            parts = [_real(grads[i]) if odd else grads[i] for i, odd in zip(chosen, self._complex, strict=True)]
+            parts = [grads[i] for i in chosen] if len(chosen) < len(self.layouts) else list(grads)
+            if any(self._complex):
+                parts = [_real(x) if odd else x for x, odd in zip(parts, self._complex, strict=True)]
             flat = _compat.flatten_dense(parts).double()
             sums.index_add_(0, collectives.on_device(slots, device), flat.square())
         for i, first, end, chunk in self._large:
