@@ -13,7 +13,7 @@ from funzero.core.mesh import local_mesh
 from funzero.core.spec import Layout, Specs
 from funzero.core.state import EMPTY_NODE, StateSpecs, TrainState
 from funzero.executor import place
-from funzero.executor.stores import keep, store_of
+from funzero.executor.stores import check_room, keep, store_of
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
 from funzero.transforms.loss_scale import as_scaling
@@ -48,7 +48,7 @@ def init_state(
         trainable: tree of bools or {glob: bool}; the others are frozen.
         donate: leaves that are already placed as the layout says are used as they are; else all are copied.
 
-    Raises TypeError or ValueError for a tree that cannot be trained, naming the leaf.
+    Raises TypeError or ValueError for a tree that cannot be trained, naming the leaf; OSError for a disk without room.
     """
     thunks = abstract.thunks_of(params)
     if thunks is None:
@@ -61,6 +61,7 @@ def init_state(
     check_trainable(specs, shapes, trainable, "init_state")
     _check_fit(shapes, specs.params)
     _check_fit(buffers, specs.buffers)
+    check_room(specs)
     rng = make_key(key)
     if thunks is None:
         makers: list[Callable[[], torch.Tensor]] = [functools.partial(_given, x) for x in tree_lib.leaves(params)]

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import functools
 import math
 import os
@@ -28,8 +29,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from funzero import _compat
-from funzero.core.direct import aligned_empty, file_system
+from funzero.core.direct import aligned_empty, file_system, free_bytes
 from funzero.core.spec import Layout
+from funzero.core.state import StateSpecs
 from funzero.executor.disk import DiskLeaf, DiskStore, disk_leaf
 
 _M_MMAP_THRESHOLD = -3  # of mallopt
@@ -220,6 +222,23 @@ def _on_disk(leaf: torch.Tensor) -> DiskLeaf:
 
 HOST, DISK = HostMemory(), DiskMemory()
 _BY_KIND: dict[str, Store | None] = {"device": None, "host": HOST, "disk": DISK}
+
+
+def check_room(specs: StateSpecs) -> None:
+    """Raises OSError if what this rank will keep on disk, its accumulator included, is more than is free there."""
+    needed: dict[str | None, int] = {}
+    pairs = zip(specs.accum.layouts, specs.grads.layouts, strict=True)
+    sums = [max(pair, key=lambda x: x.local_bytes) for pair in pairs]  # one becomes the other
+    for x in (*specs.params.layouts, *specs.opt_state.layouts, *sums):
+        if x.spec.memory == "disk":
+            needed[x.spec.folder] = needed.get(x.spec.folder, 0) + x.local_bytes
+    for name, nbytes in needed.items():
+        folder = default_folder() if name is None else Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        free = free_bytes(folder)
+        if nbytes > free:
+            message = f"{folder}: this rank's leaves on disk take {nbytes} bytes, {free} are free"
+            raise OSError(errno.ENOSPC, f"{message}; free some, or give fz.with_memory another folder=")
 
 
 def store_of(layout: Layout) -> Store | None:

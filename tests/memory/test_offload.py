@@ -264,3 +264,16 @@ def test_what_a_killed_run_left_goes_and_a_living_one_stays(tmp_path):
     assert len(left) == 2 and living.folder.name in left
     other = DiskStore(tmp_path)
     assert sorted(x.name for x in tmp_path.iterdir()) == sorted([living.folder.name, other.folder.name])
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    from funzero.executor import stores
+
+    tx, made = fz.adam(0.1), {"w": torch.ones(100, 10)}
+    specs = fz.with_memory(fz.zero_specs(made, tx, fz.make_mesh(), stage=0), {"**": "disk"}, folder=tmp_path / "new")
+    monkeypatch.setattr(stores, "free_bytes", lambda folder: 15_999)  # params, two moments and an accumulator
+    with pytest.raises(OSError, match=r"new: this rank's leaves on disk take 16000 bytes, 15999 are free; free some"):
+        fz.init_state(made, tx, specs=specs)
+    assert list((tmp_path / "new").iterdir()) == []
+    monkeypatch.setattr(stores, "free_bytes", lambda folder: 16_000)
+    fz.init_state(made, tx, specs=specs)
