@@ -71,10 +71,12 @@ def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def flatten_as(tree: Tree, treedef: optree.PyTreeSpec | None) -> tuple[list[Any], optree.PyTreeSpec]:
-    """`flatten`, in a sixth of the time if the tree has this structure: no keys are sorted."""
+    """`flatten`, in a fifth of the time for a tree of tensors that has this structure: no keys are sorted."""
     if treedef is not None:
         with contextlib.suppress(ValueError, TypeError):
-            return treedef.flatten_up_to(tree), treedef
+            found = treedef.flatten_up_to(tree)
+            if all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):  # and no container or None
+                return found, treedef
     return flatten(tree)
 
 

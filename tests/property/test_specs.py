@@ -140,6 +140,14 @@ def test_trees_round_trip(tree, seed):
         assert torch.equal(after, before if name in dropped else before * 2 + 1), name
 
 
+@given(tree=trees, other=trees)
+def test_a_known_structure_gives_the_same_leaves(tree, other):
+    for like in (tree, tree_lib.map(lambda x: x + 1, tree), other):
+        leaves, treedef = tree_lib.flatten_as(tree, tree_lib.flatten(like)[1])
+        right, structure = tree_lib.flatten(tree)
+        assert treedef == structure and all(a is b for a, b in zip(leaves, right, strict=True))
+
+
 @given(items=st.dictionaries(keys, st.integers(), max_size=5), seed=st.randoms(use_true_random=False))
 def test_the_order_in_which_a_dict_was_filled_does_not_matter(items, seed):
     shuffled = list(items)
