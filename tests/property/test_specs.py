@@ -145,7 +145,11 @@ def test_a_known_structure_gives_the_same_leaves(tree, other):
     for like in (tree, tree_lib.map(lambda x: x + 1, tree), other):
         leaves, treedef = tree_lib.flatten_as(tree, tree_lib.flatten(like)[1])
         right, structure = tree_lib.flatten(tree)
-        assert treedef == structure and all(a is b for a, b in zip(leaves, right, strict=True))
+        assert (
+            treedef == structure
+            and len(leaves) == len(right)
+            and all(a is b for a, b in zip(leaves, right, strict=True))
+        )
 
 
 @given(items=st.dictionaries(keys, st.integers(), max_size=5), seed=st.randoms(use_true_random=False))
