@@ -277,3 +277,39 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_made(tmp_path, m
     assert list((tmp_path / "new").iterdir()) == []
     monkeypatch.setattr(stores, "free_bytes", lambda folder: 16_000)
     fz.init_state(made, tx, specs=specs)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("in the middle of the backward")
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_call_that_fails_in_mid_window_spends_what_it_wrote_over_and_nothing_else(memory, donate, tmp_path):
+    made = {"a": torch.ones(20_000), "b": torch.ones(20_000)}
+    tx, mesh = fz.sgd(1.0), fz.make_mesh()
+    specs = fz.with_memory(fz.zero_specs(made, tx, mesh, stage=0), {"accum/**": memory}, folder=tmp_path)
+
+    def loss(p, batch):  # the gradient of b has landed when that of a fails
+        first = Fails.apply(p["a"]) if batch.numel() == 2 else p["a"]
+        return fz.Loss((first * 2).sum() + (p["b"] * 3).sum(), 1)
+
+    step = fz.make_step(loss, tx, specs=specs, donate=donate)
+    state = fz.init_state(made, tx, specs=specs)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        step(state, torch.ones(2))  # of a window that is not the state's nothing is lost
+    fresh = step.accumulate(state, torch.ones(1))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        step.accumulate(fresh, torch.ones(2))
+    if donate:
+        with pytest.raises(fz.SpentStateError, match="spent"):
+            step.update(fresh)
+        return
+    after, metrics = step.update(fresh)
+    assert (after.params["a"] == -1).all() and (after.params["b"] == -2).all()
