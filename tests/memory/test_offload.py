@@ -311,5 +311,5 @@ def test_a_call_that_fails_in_mid_window_spends_what_it_wrote_over_and_nothing_e
         with pytest.raises(fz.SpentStateError, match="spent"):
             step.update(fresh)
         return
-    after, metrics = step.update(fresh)
+    after, _ = step.update(fresh)
     assert (after.params["a"] == -1).all() and (after.params["b"] == -2).all()
