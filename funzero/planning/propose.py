@@ -97,6 +97,8 @@ class Model:
             return lambda x: x.with_spec(memory=kind) if x.shape else x
 
         fields = {field: getattr(made, field).map(moved(kind)) for field, kind in choice.memory.items()}
+        if "accum" in choice.memory:  # finalised gradients live where the accumulator does
+            fields["grads"] = made.grads.map(moved(choice.memory["accum"]))
         return dataclasses.replace(made, **fields)
 
 
