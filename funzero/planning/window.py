@@ -99,11 +99,9 @@ class WindowModel:
         """The end of the window: what is not final becomes so; see `Selection.reduce`."""
         left = [k for k in self.sums if k not in self.final]
         here = [k for k in left if self._grads[k].spec.memory == "device"]
-        policy = self._placement.plan.policy
-        if policy.reduce is not None:
-            size = policy.reduce.itemsize
-            cast = sum(self._accum[k].local_bytes // self._accum[k].dtype.itemsize * size for k in here)
-            self._ledger.touch(gradients=cast)
+        go = self._placement.plan.travelling
+        cast = [(self._accum[k], go(self._accum[k])) for k in here if go(self._accum[k]).dtype != self._accum[k].dtype]
+        self._ledger.touch(gradients=sum(a.local_bytes + b.local_bytes for a, b in cast))  # there and back
         for k in left:
             if k in here:
                 self.final[k] = self.sums.pop(k)
