@@ -20,6 +20,7 @@ from funzero.planning import show
 from funzero.planning.limits import Limit, Limits, read_limits
 from funzero.planning.plan import MemoryPlan, plan
 from funzero.planning.propose import FIELDS, Choice, Model, propose
+from funzero.planning.trace import Timeline
 from funzero.transforms import precision
 from funzero.transforms.optim.adam import adamw
 
@@ -79,12 +80,19 @@ def run(args: argparse.Namespace) -> int:
         made.chart(args.chart, limits)
         print(f"{args.chart}: the chart")
     if lacks and not args.no_proposal:
-        _propose(args, model, limits, remat or rules)
+        _propose(args, model, limits, remat or rules, None if remat else made.timeline)
     return 1 if lacks else 0
 
 
-def _propose(args: argparse.Namespace, model: Model, limits: Limits, remat: Mapping[str, Any] | None) -> None:
-    found = propose(model, limits, accumulate=args.accumulate, remat=remat, ranks_per_host=args.ranks_per_host)
+def _propose(
+    args: argparse.Namespace,
+    model: Model,
+    limits: Limits,
+    remat: Mapping[str, Any] | None,
+    known: Timeline | None,
+) -> None:
+    options: Any = {"remat": remat, "ranks_per_host": args.ranks_per_host, "known": known}
+    found = propose(model, limits, accumulate=args.accumulate, **options)
     if found.fits:
         print(f"proposal: {found.choice}; {_needs(found.plan)}; {len(found.reasons)} cheaper layouts do not fit")
         return

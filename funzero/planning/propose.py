@@ -97,6 +97,8 @@ class Model:
             return lambda x: x.with_spec(memory=kind) if x.shape else x
 
         fields = {field: getattr(made, field).map(moved(kind)) for field, kind in choice.memory.items()}
+        if "accum" in choice.memory:  # finalised gradients live where the accumulator does
+            fields["grads"] = made.grads.map(moved(choice.memory["accum"]))
         return dataclasses.replace(made, **fields)
 
 
@@ -107,6 +109,7 @@ def propose(
     accumulate: int = 1,
     remat: Mapping[str, Any] | None = None,
     ranks_per_host: int = 1,
+    known: Timeline | None = None,
 ) -> Proposal:
     """The cheapest way to train that fits, see [Note: the order of cost].
 
@@ -114,8 +117,9 @@ def propose(
         accumulate: micro-batches to begin with. remat: the rules that recomputation would go by, such as
             {"blocks.*": "nothing"}; without them it is not tried.
         ranks_per_host: how many ranks share the host's memory and disk.
+        known: a timeline of `accumulate` micro-batches without recomputation, if there is one.
     """
-    timelines: dict[tuple[int, bool], Timeline] = {}
+    timelines: dict[tuple[int, bool], Timeline] = {} if known is None else {(accumulate, False): known}
     reasons: list[str] = []
     hopeless: set[tuple[Any, ...]] = set()  # what takes too much beside any state and any sums
     choice, made, state = None, None, None

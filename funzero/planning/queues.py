@@ -1,19 +1,22 @@
 """What the gather cache and the reductions of a step hold and send, by the executor's own rules, without data.
 
-Each class here follows one of `executor/cache.py` and `executor/reductions.py` line for line in what it keeps; the list of
-gathers is planned by the same function.
+Each class here follows `executor/cache.py`, `executor/shards.py` or `executor/reductions.py` line for line in what it keeps;
+the list of gathers is planned by the same function.
 """
 
 import dataclasses
 from collections import Counter, deque
+from collections.abc import Callable
 
 from funzero.core.spec import Layout
 from funzero.executor.cache import AHEAD
 from funzero.executor.gather_list import Gather, plan_gathers
 from funzero.executor.reductions import DEFAULT_LIMIT
 from funzero.planning.ledger import Ledger
+from funzero.planning.stores import StoresModel
 
-WHOLE, GRADS, UNDER_WAY = "params made whole", "gradients", "reductions under way"
+WHOLE, COMING, GRADS = "params made whole", "params on the way", "gradients"
+UNDER_WAY = "reductions under way"
 
 
 @dataclasses.dataclass
@@ -36,37 +39,48 @@ def own_elements(layout: Layout) -> int:
 
 
 class CacheModel:
-    """See `executor.cache.GatherCache`.
+    """See `executor.cache.GatherCache` and `executor.shards.Shards`.
 
     Args:
-        lazy: layouts of the lazy params in the compute dtype, by place.
+        lazy: of the lazy params by place: the layout that is kept, and that in the compute dtype.
+        on_round: what else happens in a round of agreement.
     """
 
-    def __init__(self, lazy: dict[int, Layout], budget: int | None, memo: Memo, ledger: Ledger):
-        self._sizes = {i: nbytes(x) for i, x in lazy.items()}
-        self._budget, self._memo, self._ledger = budget, memo, ledger
+    def __init__(
+        self,
+        lazy: dict[int, tuple[Layout, Layout]],
+        budget: int | None,
+        memo: Memo,
+        stores: StoresModel,
+        ledger: Ledger,
+        on_round: Callable[[], None],
+    ):
+        self._lazy, self._sizes = lazy, {i: nbytes(x) for i, (_, x) in lazy.items()}
+        self._budget, self._memo, self._stores, self._ledger = budget, memo, stores, ledger
+        self._on_round = on_round
         self._held: dict[int, None] = {}
         self._flying: set[int] = set()
+        self._coming: set[int] = set()
         self._position, self._bytes = 0, 0
         self._uses: list[int] = []
         self.loads: Counter[int] = Counter()
 
-    def get(self, leaf: int) -> bool:
-        """A use; True if it was a round of agreement."""
+    def get(self, leaf: int) -> None:
+        """A use."""
         if leaf not in self._sizes:
-            return False
+            return
         if not self._uses or self._uses[-1] != leaf:
             self._uses.append(leaf)
         if leaf in self._held:
-            return False
+            return
         if self._memo.gathers is None:
+            self._on_round()
             while self._budget is not None and self._held and self._bytes + self._sizes[leaf] > self._budget:
                 self._drop(next(iter(self._held)))
             self._post(leaf)
             self._land(leaf)
-            return True
+            return
         self._advance(leaf, self._memo.gathers)
-        return False
 
     def _advance(self, leaf: int, gathers: tuple[Gather, ...]) -> None:
         while leaf not in self._flying:
@@ -76,6 +90,11 @@ class CacheModel:
             if ahead.evict and not (ahead.early and gathers[self._position - 1].leaf == leaf):
                 break
             self._issue(ahead)
+        for ahead in gathers[self._position : self._position + AHEAD]:
+            kept, _ = self._lazy[ahead.leaf]
+            if kept.is_flat and kept.spec.memory != "device" and ahead.leaf not in self._coming:
+                self._stores.fetch(COMING, kept)
+                self._coming.add(ahead.leaf)
 
     def _issue(self, entry: Gather) -> None:
         for victim in entry.evict:
@@ -84,14 +103,36 @@ class CacheModel:
         self._position += 1
 
     def _post(self, leaf: int) -> None:
+        kept, whole = self._lazy[leaf]
+        away, cast = kept.spec.memory != "device", kept.dtype != whole.dtype
         self._flying.add(leaf)
         self.loads[leaf] += 1
         self._bytes += self._sizes[leaf]
+        if away and leaf not in self._coming:
+            self._stores.fetch(COMING, kept)
+        self._coming.discard(leaf)
+        if not kept.is_flat:
+            return  # it is whole when it lands
+        own = own_elements(whole) * whole.dtype.itemsize if cast else 0
+        self._ledger.add(COMING, own)
         self._ledger.add(WHOLE, self._sizes[leaf])
+        self._ledger.add(COMING, -own)
+        if away:
+            self._stores.release(COMING, kept)
 
     def _land(self, leaf: int) -> None:
+        kept, whole = self._lazy[leaf]
         self._flying.remove(leaf)
         self._held[leaf] = None
+        if kept.is_flat:
+            return
+        if kept.dtype == whole.dtype:
+            self._ledger.add(COMING, -self._sizes[leaf])
+            self._ledger.add(WHOLE, self._sizes[leaf])
+            self._stores.arrived(kept)
+        else:
+            self._ledger.add(WHOLE, self._sizes[leaf])
+            self._stores.release(COMING, kept)
 
     def _drop(self, leaf: int) -> None:
         if leaf in self._flying:
@@ -103,6 +144,8 @@ class CacheModel:
     def finish(self) -> None:
         """The end of a micro-batch."""
         if self._memo.gathers is None:
+            if self._sizes:
+                self._on_round()
             self._memo.gathers = plan_gathers(self._uses, self._sizes, self._budget)
         else:
             for entry in self._memo.gathers[self._position :]:
@@ -132,12 +175,22 @@ class Grad:
 class ReduceModel:
     """See `executor.reductions.ReduceQueue`.
 
+    Args:
+        landed: takes the bytes of a leaf's sum when it is there; True if it keeps their memory.
+
     Attributes:
-        results: bytes that the outcome of each reduction keeps alive, by trained leaf.
+        sent: bytes, by kind of collective.
     """
 
-    def __init__(self, routes: dict[int, tuple[Layout, bool]], memo: Memo, limit: int | None, ledger: Ledger):
-        self.routes, self._memo, self._ledger = routes, memo, ledger
+    def __init__(
+        self,
+        routes: dict[int, tuple[Layout, bool]],
+        memo: Memo,
+        limit: int | None,
+        ledger: Ledger,
+        landed: Callable[[int, int], bool],
+    ):
+        self.routes, self._memo, self._ledger, self._landed = routes, memo, ledger, landed
         self._limit = DEFAULT_LIMIT if limit is None else limit
         self._ready: dict[int, Grad] = {}
         self._flying: deque[tuple[int, int, int]] = deque()
@@ -145,8 +198,7 @@ class ReduceModel:
         self._position, self._bytes = 0, 0
         self._done: list[int] = []
         self._in_hand: int | None = None  # whoever puts a gradient has it until `put` returns
-        self.results: dict[int, int] = {}
-        self.sent = 0
+        self.sent: Counter[str] = Counter()
 
     def put(self, leaf: int, grad: Grad) -> None:
         """A complete gradient has come; the ledger has its bytes among the gradients."""
@@ -193,27 +245,23 @@ class ReduceModel:
         self._ledger.add(UNDER_WAY, received(layout))
         self._flying.append((leaf, size if not grad.ready else grad.held, 2 * size))
         self._bytes += 2 * size
-        self.sent += (layout.n - own_elements(layout)) * layout.dtype.itemsize
+        self.sent["reduce-scatter"] += (layout.n - own_elements(layout)) * layout.dtype.itemsize
 
     def _land(self) -> None:
         leaf, held, counted = self._flying.popleft()
         layout, whole = self.routes[leaf]
-        self.results[leaf] = kept(layout)
-        self._ledger.add(UNDER_WAY, -received(layout))
-        self._ledger.add(GRADS, self.results[leaf])
+        part = total = own_elements(layout) * layout.dtype.itemsize  # the sum has memory of its own
+        self._ledger.add(GRADS, part)
         if whole:
-            self._ledger.swap(GRADS, self.results[leaf], nbytes(layout))
-            self.results[leaf] = nbytes(layout)
-            self.sent += own_elements(layout) * layout.dtype.itemsize * (layout.ranks - 1)
-        self._ledger.add(GRADS, -held)
+            total = nbytes(layout)
+            self._ledger.add(GRADS, total)
+            self.sent["all-gather"] += part * (layout.ranks - 1)
+        taken = self._landed(leaf, total)
+        self._ledger.add(UNDER_WAY, -received(layout))
+        self._ledger.add(GRADS, -held - (part if whole else 0) - (0 if taken else total))
         self._bytes -= counted
 
 
 def received(layout: Layout) -> int:
     """The buffer of a reduction: this rank's range from every rank."""
     return own_elements(layout) * layout.ranks * layout.dtype.itemsize
-
-
-def kept(layout: Layout) -> int:
-    """What a finished reduction keeps alive: this rank's range of the sum."""
-    return own_elements(layout) * layout.dtype.itemsize

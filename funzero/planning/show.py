@@ -24,8 +24,8 @@ def bars(plan: Any) -> dict[str, dict[str, int]]:
     """{memory: {purpose: bytes on the first rank at the peak}}, without empty ones."""
     found = {m: dict(plan.state[m]) for m in MEMORY_KINDS}
     found["device"] |= plan.step.device
-    found["host"]["lanes and copies"] = plan.step.host
-    found["disk"]["second copy"] = plan.step.disk
+    found["host"]["sums, lanes and copies"] = plan.step.host
+    found["disk"]["sums and second copy"] = plan.step.disk
     return {m: {k: n for k, n in x.items() if n} for m, x in found.items()}
 
 

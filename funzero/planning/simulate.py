@@ -4,21 +4,21 @@
 Both are replayed, and the larger peak counts.
 """
 
+import contextlib
 import dataclasses
-import functools
 from collections import Counter
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from funzero.core.spec import Layout
 from funzero.executor.cache import CacheOptions
 from funzero.executor.placement import RESERVE, Placement
 from funzero.executor.plan import Plan
-from funzero.planning.ledger import Ledger
+from funzero.planning.ledger import TOTALS, Ledger
 from funzero.planning.queues import GRADS, WHOLE, CacheModel, Grad, Memo, ReduceModel, nbytes, own_elements
-from funzero.planning.trace import Timeline
+from funzero.planning.stores import StoresModel
+from funzero.planning.trace import Event, Timeline
 from funzero.planning.update import Update
+from funzero.planning.window import WindowModel
 from funzero.transforms.base import Transform
 from funzero.transforms.precision import wide_dtype
 
@@ -55,19 +55,17 @@ class Replay:
 
 def simulate(plan: Plan, timeline: Timeline, options: Options) -> Replay:
     """The larger of the first step and a later one; volumes are those of a later one."""
-    memo, step = Memo(), None
-    peaks = []
+    memo, steps = Memo(), []
     for name in ("first step", "step"):
-        step = _Step(plan, timeline, options, memo)
-        step.run(name)
-        peaks.append(step.ledger)
-    assert step is not None
-    most = max(peaks, key=lambda x: x.peak)
-    host, disk = (n + step.summed_in(m) for n, m in zip(step.update.elsewhere(), ("host", "disk"), strict=True))
-    together = max(most.peak + step.summed_in("host"), step.lanes_end)
-    read, written = step.traffic()
-    sent = {k: v for k, v in step.sent.items() if v}
-    return Replay({k: v for k, v in most.top.items() if v}, most.where, host, disk, together, sent, read, written)
+        steps.append(_Step(plan, timeline, options, memo))
+        steps[-1].run(name)
+    last, ledgers = steps[-1], [x.ledger for x in steps]
+    most = max(ledgers, key=lambda x: x.peak["device"])
+    peak = {m: max(x.peak[m] for x in ledgers) for m in TOTALS}
+    top = {k: v for k, v in most.top.items() if v}
+    sent = {k: v for k, v in last.sent.items() if v}
+    volumes = sent, last.stores.read, last.stores.written
+    return Replay(top, most.where, peak["host"], peak["disk"], peak["together"], *volumes)
 
 
 class _Step:
@@ -76,194 +74,162 @@ class _Step:
     def __init__(self, plan: Plan, timeline: Timeline, options: Options, memo: Memo):
         self.plan, self.timeline, self.options, self.memo = plan, timeline, options, memo
         self.ledger, self.sent = Ledger(), Counter[str]()
-        cache = CacheOptions(options.gather_budget, always_ask=False)
-        self.placement = Placement(plan, cache)
-        self.accum = plan.specs.accum.layouts
-        self.update = Update(plan, options.tx, options.donate)
-        self.sums: dict[int, int] = {}  # bytes of the sums so far, by trained leaf
-        self.final: dict[int, int] = {}
-        self._stale = 0  # of the micro-batch before, which a local name still refers to
-        self.loads: Counter[int] = Counter()
-        self.lanes_end = 0
-
-    @functools.cached_property
-    def lazy(self) -> dict[int, Layout]:
-        """The params that are brought here on use: those that are cut, and those that live elsewhere."""
-        away = {i: x for i, x in enumerate(self.placement.layouts) if x.spec.memory != "device"}
-        return {**away, **self.placement.lazy}
+        self.stores = StoresModel(self.ledger)
+        self.placement = Placement(plan, CacheOptions(options.gather_budget, always_ask=False))
+        self.window = WindowModel(self.placement, self.stores, self.ledger)
+        self.queue: ReduceModel | None = None
+        self.told: set[int] = set()  # trained leaves whose gradients are taken as they come
+        kept, placement = plan.specs.params.layouts, self.placement
+        lazy = {i: (kept[i], x) for i, x in placement.lazy.items()}
+        budget = placement.cache_options.budget
+        self.cache = CacheModel(lazy, budget, memo, self.stores, self.ledger, self._on_round)
 
     def run(self, name: str) -> None:
         """The whole step."""
-        budget = self.placement.cache_options.budget
         self.ledger.phase = f"{name}, start"
         self.ledger.add("batch in the compute dtype", self.timeline.batch_bytes)
         self._head()
-        cache = CacheModel(self.lazy, budget, self.memo, self.ledger)
         for i in range(self.options.accumulate):
-            last = i == self.options.accumulate - 1
             which = f", micro-batch {i + 1}" if self.options.accumulate > 1 else ""
-            done = self._differentiate(cache, f"{name}{which}", last)
-            self.ledger.phase = f"{name}{which}, sum of gradients"
-            self._add(done, i)
-        cache.clear()
-        self.ledger.add(GRADS, -self._stale)
+            self._differentiate(f"{name}{which}", i == self.options.accumulate - 1)
+        self.cache.clear()
         self.ledger.add(WHOLE, -self.ledger.held(WHOLE))
-        self.ledger.add("batch in the compute dtype", -self.timeline.batch_bytes)
-        self.loads = cache.loads
-        for leaf, count in cache.loads.items():
-            self._count_gather(self.lazy[leaf], count)
+        for leaf, count in self.cache.loads.items():
+            self._count_gather(self.placement.lazy[leaf], count)
         self.ledger.phase = f"{name}, update"
-        self._update()
+        self._count_small()
+        self.window.reduce()
+        self.update()
 
-    def _head(self) -> None:
-        """Params that are made whole, or cast, at the start."""
-        for i, (kept, x) in enumerate(zip(self.plan.specs.params.layouts, self.placement.layouts, strict=True)):
-            if i not in self.lazy and (x.is_flat or x.dtype != kept.dtype):
-                self.ledger.add(WHOLE, nbytes(x))
-                self._count_gather(x, 1)
-
-    def _count_gather(self, x: Layout, times: int) -> None:
-        if x.is_flat:
-            self.sent["all-gather"] += times * own_elements(x) * x.dtype.itemsize * (x.ranks - 1)
-
-    def _differentiate(self, cache: CacheModel, name: str, last: bool) -> dict[int, tuple[int, bool]]:
-        """Forward and backward: of each trained leaf the bytes that its gradient holds, and whether it is reduced."""
-        placement, budget = self.placement, self.options.gather_budget
-        routes = {**placement.micro_routes, **(placement.window_routes if last else {})}
-        queue = ReduceModel(routes, self.memo, budget and budget // RESERVE, self.ledger)
-        place = self.plan.place_of_trained
-        kept: dict[int, int] = {}
-        for e in self.timeline.events:
-            self.ledger.phase = f"{name}, {'backward' if e.backward else 'forward'}"
-            live = e.high - e.waiting
-            self.ledger.touch(activations=live, gradients=e.waiting)
-            if e.kind == "use":
-                if cache.get(e.leaf) and queue.routes:
-                    queue.on_round()
-                self.ledger.touch(activations=e.now - e.waiting, gradients=e.waiting)
-            elif e.kind == "grad":
-                k = place[e.leaf]
-                self._landed(queue, kept, k, e, last)
-        cache.finish()
-        if cache.loads:
-            queue.on_round()
-        queue.finish()
-        self.sent["reduce-scatter"] += queue.sent
-        if self.plan.policy.loss_scale is not None:  # each micro-batch divides by its own power of two
-            wide = {k: self.accum[k].n * self.accum[k].dtype.itemsize for k in kept}
-            self.ledger.swap(GRADS, sum(kept.values()), sum(wide.values()))
-            kept = wide
-        return {k: (n, False) for k, n in kept.items()} | {k: (n, True) for k, n in queue.results.items()}
-
-    def _landed(self, queue: ReduceModel, kept: dict[int, int], k: int, e: Any, last: bool) -> None:
-        rest = e.now - e.waiting + e.held
-        self.ledger.add(GRADS, e.held)
-        if k not in queue.routes:
-            kept[k] = e.held
-            return
-        grad = Grad(e.held, e.dense and self._compute(k) == queue.routes[k][0].dtype)
-        if last and k in self.sums and k in self.placement.window_routes:
-            wide = wide_dtype(self.accum[k].dtype)
-            total = self.accum[k].n * wide.itemsize
-            self.ledger.add(GRADS, total)
-            self.ledger.touch(activations=rest)
-            self.ledger.add(GRADS, -e.held)
-            grad = Grad(total, wide == queue.routes[k][0].dtype)
-        queue.put(k, grad)
-
-    def _compute(self, k: int) -> torch.dtype:
-        return self.placement.layouts[self.plan.trained[k]].dtype
-
-    def _add(self, done: dict[int, tuple[int, bool]], i: int) -> None:
-        """See `executor.window.Window.add`; then the micro-batch before is forgotten."""
-        self.ledger.add(GRADS, -self._stale)
-        self._stale, new = 0, {}
-        for k, (held, reduced) in done.items():
-            if reduced and k not in self.placement.micro_routes:
-                self.final[k] = held
-                continue
-            if k in self.placement.widened and (reduced or self.plan.policy.loss_scale is None):
-                wide = self.accum[k].local_bytes
-                self.ledger.add(GRADS, wide)
-                if reduced:
-                    self._stale += held
-                else:
-                    self.ledger.add(GRADS, -held)
-                held = wide
-            new[k] = held
-        if i == 0:
-            self.sums = new
-            self._send_away()
-            return
-        sums = {k: self.accum[k].local_bytes if k in self.sums else n for k, n in new.items()}
-        made = sum(n for k, n in sums.items() if k in self.sums and k not in self._away)
-        self.ledger.add(GRADS, made)
-        self.ledger.add(GRADS, -sum(n for k, n in self.sums.items() if k in new))
-        self.sums = self.sums | sums
-        self._stale += sum(new.values())
-        for k in self._away & new.keys():  # added leaf by leaf, and nothing of it stays
-            self.sums[k] = 0
-            self.ledger.touch(gradients=2 * self.accum[k].local_bytes)
-
-    @functools.cached_property
-    def _away(self) -> set[int]:
-        return {k for k, x in enumerate(self.accum) if x.spec.memory != "device"}
-
-    def _send_away(self) -> None:
-        """Sums that live elsewhere leave the device."""
-        for k in self._away & self.sums.keys():
-            self.ledger.add(GRADS, -self.sums[k])
-            self.sums[k] = 0
-
-    def summed_in(self, memory: str) -> int:
-        """Bytes of the sums that live in a memory."""
-        return sum(self.accum[k].local_bytes for k in self.sums if self.accum[k].spec.memory == memory)
-
-    def _update(self) -> None:
-        left = {k: n for k, n in self.sums.items() if k not in self.final}
-        self.ledger.add(GRADS, -sum(n for k, n in self.sums.items() if k in self.final))
-        if self.plan.policy.reduce is not None:
-            size = self.plan.policy.reduce.itemsize
-            cast = sum(self.accum[k].local_bytes // self.accum[k].dtype.itemsize * size for k in left)
-            self.ledger.swap(GRADS, sum(left.values()), cast)
-            self.ledger.swap(GRADS, cast, sum(left.values()))
-        for k in left:
-            self._count_small(k)
-            if k in self._away:
-                self.ledger.touch(gradients=self.accum[k].local_bytes)
-        self.ledger.touch(sums_of_squares=self.update.norm_bytes)
-        for what, n in self.update.temporaries().items():
-            self.ledger.add(what, n)
-        self.lanes_end = self.ledger.total + self.update.elsewhere()[0] + self.summed_in("host")
+    def update(self) -> None:
+        """See `executor.update`."""
+        update = Update(self.plan, self.options.tx, self.options.donate)
+        update.replay(self.ledger, self.stores)
         params = self.plan.specs.params.layouts
         for k, g in enumerate(self.plan.specs.grads.layouts):
             kept = params[self.plan.trained[k]]
             if g.is_flat and not kept.is_flat:
                 self._count_gather(dataclasses.replace(g, dtype=kept.dtype), 1)
 
-    def _count_small(self, k: int) -> None:
-        """Small gradients that travel in bundles: in each micro-batch, or once where the accumulator is whole."""
-        a, g = self.accum[k], self.plan.specs.grads.layouts[k]
-        size = self.plan.policy.reduce_dtype(a.dtype).itemsize
-        if a.is_flat and k not in self.placement.micro_routes:
-            self.sent["reduce-scatter"] += self.options.accumulate * (a.n - own_elements(a)) * size
-        open_axes = tuple(x for x in a.spec.unreduced if a.mesh.axis_size(x) > 1)
-        if open_axes:
-            cut = g if g.is_flat and not a.is_flat else a.with_spec(flat=(*a.spec.flat, *open_axes), unreduced=())
-            self.sent["reduce-scatter"] += (cut.n - own_elements(cut)) * size
-            if cut is not g:
-                self.sent["reduce-scatter"] += own_elements(cut) * size * (cut.ranks - 1)
+    def _on_round(self) -> None:
+        if self.queue is not None:
+            self.queue.on_round()
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that a step reads from disk and writes there."""
-        on_disk = [(i, x) for i, x in enumerate(self.plan.specs.params.layouts) if x.spec.memory == "disk"]
-        read = sum(self.loads[i] * x.local_bytes for i, x in on_disk)
-        written = sum(x.local_bytes for i, x in on_disk if i in self.plan.place_of_trained)
-        for x in self.plan.specs.opt_state.layouts:
-            if x.spec.memory == "disk":
-                read, written = read + x.local_bytes, written + x.local_bytes
-        for x in self.accum:
-            if x.spec.memory == "disk":
-                read += self.options.accumulate * x.local_bytes
-                written += self.options.accumulate * x.local_bytes
-        return read, written
+    def _head(self) -> None:
+        """Params that are made whole, brought here or cast at the start."""
+        for i, (kept, x) in enumerate(zip(self.plan.specs.params.layouts, self.placement.layouts, strict=True)):
+            away = kept.spec.memory != "device"
+            if i in self.placement.lazy or not (away or x.is_flat or x.dtype != kept.dtype):
+                continue
+            if away:
+                self.stores.fetch(WHOLE, kept)
+            self.ledger.add(WHOLE, nbytes(x))
+            if away:
+                self.stores.release(WHOLE, kept)
+            self._count_gather(x, 1)
+
+    def _count_gather(self, x: Layout, times: int) -> None:
+        if x.is_flat:
+            self.sent["all-gather"] += times * own_elements(x) * x.dtype.itemsize * (x.ranks - 1)
+
+    def _differentiate(self, name: str, last: bool) -> None:
+        """See `executor.session.Session.differentiate`."""
+        placement, budget = self.placement, self.options.gather_budget
+        routes = {**placement.micro_routes, **(placement.window_routes if last else {})}
+        queue = ReduceModel(routes, self.memo, budget and budget // RESERVE, self.ledger, self.window.reduced)
+        self.queue = queue if routes else None
+        lazy = {k for i, k in self.plan.place_of_trained.items() if i in placement.lazy}
+        self.told = {*lazy, *placement.early, *routes}
+        grads: dict[int, int] = {}
+        for e in self.timeline.events:
+            self.ledger.phase = f"{name}, {'backward' if e.backward else 'forward'}"
+            self.ledger.touch(activations=e.high - e.waiting, gradients=e.waiting)
+            if e.kind == "use":
+                with self._alive(e.now - e.waiting, e.waiting):
+                    self.cache.get(e.leaf)
+            elif e.kind == "grad":
+                others = max(0, e.waiting - e.held)
+                with self._alive(e.now - others, others):
+                    self._landed(self.plan.place_of_trained[e.leaf], e, grads)
+        self.cache.finish()
+        if self.queue is not None:
+            self.queue.finish()
+            self.sent.update(self.queue.sent)
+            self.queue = None
+        if self._scaled:  # each micro-batch divides by its own power of two
+            wide = {k: n if k in self.told else nbytes(self._accum[k]) for k, n in grads.items()}
+            self.ledger.add(GRADS, sum(n for k, n in wide.items() if k not in self.told))
+            self.ledger.add(GRADS, -sum(n for k, n in grads.items() if k not in self.told))
+            grads = wide
+        self.ledger.phase = f"{name}, sum of gradients"
+        self.window.finish(grads)
+
+    @contextlib.contextmanager
+    def _alive(self, activations: int, gradients: int) -> Iterator[None]:
+        """What else there is meanwhile."""
+        self.ledger.add("activations", activations)
+        self.ledger.add(GRADS, gradients)
+        yield
+        self.ledger.add("activations", -activations)
+        self.ledger.add(GRADS, -gradients)
+
+    @property
+    def _scaled(self) -> bool:
+        return self.plan.policy.loss_scale is not None
+
+    @property
+    def _accum(self) -> tuple[Layout, ...]:
+        return self.plan.specs.accum.layouts
+
+    def _landed(self, k: int, e: Event, grads: dict[int, int]) -> None:
+        """A gradient has come; what is not taken at once waits among `grads`."""
+        self.ledger.add(GRADS, e.held)
+        accum = self._accum[k]
+        if k not in self.told:
+            grads[k] = e.held
+            return
+        held, dense, dtype = e.held, e.dense, self.placement.layouts[self.plan.trained[k]].dtype
+        if self._scaled:
+            held, dense, dtype = nbytes(accum), True, accum.dtype
+            self.ledger.add(GRADS, held)
+        taken = True
+        if self.queue is not None and k in self.queue.routes:
+            self._queued(self.queue, k, Grad(held, dense and dtype == self.queue.routes[k][0].dtype))
+        elif accum.is_flat:
+            grads[k] = held
+        else:
+            taken = self.window.add(k, held, dense)
+        self.ledger.add(GRADS, -(0 if taken else held) - (e.held if self._scaled else 0))
+
+    def _queued(self, queue: ReduceModel, k: int, grad: Grad) -> None:
+        """A gradient is reduced; once a window it is added to the sum so far before."""
+        if k not in self.window.sums or k not in self.placement.window_routes:
+            queue.put(k, grad)
+            return
+        accum, away = self._accum[k], k in self.placement.sums_away
+        wide = wide_dtype(accum.dtype)
+        total = accum.n * wide.itemsize
+        if away:
+            self.stores.fetch(GRADS, accum)
+        self.ledger.touch(gradients=0 if wide == accum.dtype else 2 * total)
+        self.ledger.add(GRADS, total)
+        queue.put(k, Grad(total, wide == queue.routes[k][0].dtype))
+        self.ledger.add(GRADS, -grad.held)
+        if away:
+            self.stores.release(GRADS, accum)
+
+    def _count_small(self) -> None:
+        """Small gradients that travel in bundles: in each micro-batch, or once where the accumulator is whole."""
+        pairs = zip(self._accum, self.plan.specs.grads.layouts, strict=True)
+        for k, (a, g) in enumerate(pairs):
+            if k in self.window.final:
+                continue
+            size = self.plan.policy.reduce_dtype(a.dtype).itemsize
+            if a.is_flat and k not in self.placement.micro_routes:
+                self.sent["reduce-scatter"] += self.options.accumulate * (a.n - own_elements(a)) * size
+            open_axes = tuple(x for x in a.spec.unreduced if a.mesh.axis_size(x) > 1)
+            if open_axes:
+                cut = g if g.is_flat and not a.is_flat else a.with_spec(flat=(*a.spec.flat, *open_axes), unreduced=())
+                self.sent["reduce-scatter"] += (cut.n - own_elements(cut)) * size
+                if cut is not g:
+                    self.sent["reduce-scatter"] += own_elements(cut) * size * (cut.ranks - 1)

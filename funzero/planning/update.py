@@ -1,18 +1,50 @@
-"""What the update of a step takes: nothing but lanes where a kernel runs in place, else trees of new values."""
+"""What the update of a step takes: the norm, then lanes and nothing else where a kernel runs in place, else new trees."""
 
 import dataclasses
 import functools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from funzero.core import tree as tree_lib
+from funzero.core.collectives import travel_groups
 from funzero.core.spec import Layout
 from funzero.executor.plan import Plan
 from funzero.executor.selection import Selection
 from funzero.executor.stream import LANES, PART_BYTES
+from funzero.planning.ledger import Ledger
+from funzero.planning.stores import OutboxModel, StoresModel
 from funzero.transforms.base import Transform
-from funzero.transforms.norm import SMALL_BYTES
+from funzero.transforms.norm import SMALL_BYTES, TILE
 from funzero.transforms.precision import LOW
+
+HERE = "gradients brought here"
+PARTS = "parts under way"
+PASSING = ("params brought here", "opt_state brought here", "updates", "float32 copies", "whole leaves")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Layouts of a trained leaf: of the param, its gradient, and its state as far as that is cut like it."""
+
+    param: Layout
+    grad: Layout
+    state: tuple[Layout, ...]
+
+    @property
+    def n(self) -> int:
+        """Elements that are updated here."""
+        return math.prod(self.grad.local_shape)
+
+    @property
+    def operands(self) -> tuple[Layout, ...]:
+        """What a kernel reads."""
+        return (self.param, self.grad, *self.state)
+
+    @property
+    def away(self) -> bool:
+        """Whether any of it lives elsewhere."""
+        return any(map(_away, self.operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +59,11 @@ class Update:
     def _selection(self) -> Selection | None:
         if self.tx is None:
             return None
-        return Selection(self.plan, self.plan.resolved(self.tx), tuple(range(len(self.plan.specs.grads.layouts))))
+        return Selection(self.plan, self.plan.resolved(self.tx), tuple(range(len(self._grads))))
+
+    @property
+    def _grads(self) -> tuple[Layout, ...]:
+        return self.plan.specs.grads.layouts
 
     @functools.cached_property
     def fused(self) -> bool:
@@ -39,29 +75,112 @@ class Update:
         """Whether it writes where the state lies."""
         return self.donate and (self._selection is None or self._selection.tame)
 
-    @property
-    def norm_bytes(self) -> int:
-        """What the norm takes: a chunk in float64, or the small leaves in float64 and their squares."""
-        layouts = self.plan.specs.grads.layouts
-        small = sum(math.prod(x.local_shape) for x in layouts if x.n * x.dtype.itemsize < SMALL_BYTES)
-        return max(20 * small, max((8 * x.chunk for x in layouts), default=0))
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """The trained leaves."""
+        layouts = self.plan.specs.opt_state.layouts
+        if self._selection is not None and self._selection.kernel is not None:
+            found = [tuple(layouts[i] for i in places) for places in self._selection.targets.places]
+        else:
+            found = self._by_name()
+        params = [self.plan.specs.params.layouts[i] for i in self.plan.trained]
+        return [Row(*row) for row in zip(params, self._grads, found, strict=True)]
 
-    def temporaries(self) -> dict[str, int]:
+    def _by_name(self) -> list[tuple[Layout, ...]]:
+        """State of each trained leaf: what is named after it and cut like it."""
+        names = tree_lib.paths(self.plan.specs.grads.tree)
+        found: dict[str, list[Layout]] = {n: [] for n in names}
+        for x in self.plan.specs.opt_state.layouts:
+            words = x.path.split("/")
+            ends = ("/".join(words[i:]) for i in range(1, len(words)))
+            name = next((n for n in ends if n in found), None)
+            if name is not None and x.shape:
+                found[name].append(x)
+        pairs = zip(names, self._grads, strict=True)
+        return [tuple(x for x in found[n] if x.local_shape == g.local_shape) for n, g in pairs]
+
+    def replay(self, ledger: Ledger, stores: StoresModel) -> None:
+        """Counts what it takes; the gradients are there, or in rooms of their own elsewhere."""
+        away = [g for g in self._grads if _away(g)]
+        if self.fused:
+            if away:
+                self._norm(ledger, stores)
+            else:
+                ledger.touch(sums_of_squares=self._norm_bytes())
+        else:
+            for g in away:
+                stores.bring(HERE, g)
+            ledger.touch(sums_of_squares=self._norm_bytes())
+        for what, nbytes in self._temporaries().items():
+            ledger.add(what, nbytes)
+        if not (self.in_place if self.fused else self.donate):
+            for x in self._written:
+                if _away(x):
+                    ledger.add("new room", x.local_bytes, x.spec.memory)
+        if self.fused:
+            self._stream(ledger, stores)
+        else:
+            self._brought(ledger, stores)
+            for what in PASSING:
+                ledger.add(what, -ledger.held(what))
+        self._whole_again(ledger, stores)
+
+    @property
+    def _written(self) -> list[Layout]:
+        state = [x for x in self.plan.specs.opt_state.layouts if x.shape]
+        return [*(r.param for r in self.rows), *state]
+
+    def _norm_bytes(self) -> int:
+        """What the norm takes: tiles in float64, or the small leaves in float64 and their squares."""
+        small = sum(math.prod(x.local_shape) for x in self._grads if _small(x))
+        return max(20 * small, max((_tiles(x) for x in self._grads if not _small(x)), default=0))
+
+    def _norm(self, ledger: Ledger, stores: StoresModel) -> None:
+        """Of gradients elsewhere: see `executor.update.Fetched`, which reads one leaf ahead of what it is asked for."""
+        grads, coming = self._grads, -1
+
+        def get(i: int) -> None:
+            nonlocal coming
+            before = coming
+            if before != i:
+                _start(grads[i], stores)
+            coming = i + 1 if i + 1 < len(grads) else -1
+            if coming >= 0:
+                _start(grads[coming], stores)
+            if before >= 0 and before != i:
+                _end(grads[before], stores)
+
+        small = [i for i, x in enumerate(grads) if _small(x)]
+        get(0)  # to know its device
+        _end(grads[0], stores)
+        for i in small:
+            get(i)
+        elements = sum(math.prod(grads[i].local_shape) for i in small)
+        ledger.add("sums of squares", 8 * elements)
+        ledger.touch(sums_of_squares=12 * elements)
+        for i in (i for i, x in enumerate(grads) if not _small(x)):
+            get(i)
+            ledger.touch(sums_of_squares=_tiles(grads[i]))
+            _end(grads[i], stores)
+        if coming >= 0:
+            _end(grads[coming], stores)
+        for i in small:
+            _end(grads[i], stores)
+        ledger.add("sums of squares", -8 * elements)
+
+    def _temporaries(self) -> dict[str, int]:
         """Bytes on the device beside the state and the gradients, by purpose."""
-        specs = self.plan.specs
-        params = [specs.params.layouts[i] for i in self.plan.trained]
-        state = [x for x in specs.opt_state.layouts if x.shape]
-        copies = {} if self.in_place else {"new params": _bytes(params), "new opt_state": _bytes(_here(state))}
+        params = [r.param for r in self.rows]
+        state = [x for x in self.plan.specs.opt_state.layouts if x.shape]
+        copies = {} if self.in_place else {"new params": _bytes(_here(params)), "new opt_state": _bytes(_here(state))}
         if self.fused:
             return copies
-        values = [x.local_bytes for x in specs.grads.layouts]
+        values = [x.local_bytes for x in self._grads]
         low = [x for x in (*params, *state) if x.dtype in LOW]
-        pieces = zip(specs.grads.layouts, params, strict=True)
-        new = sum(math.prod(g.local_shape) * p.dtype.itemsize for g, p in pieces)
+        pieces = [r.n * r.param.dtype.itemsize for r in self.rows]
         return {
-            "new params": new + (0 if self.donate else _bytes(params)),
+            "new params": sum(pieces) + (0 if self.donate else _bytes(_here(params))),
             "new opt_state": _bytes(state),
-            "opt_state brought here": _bytes(state) - _bytes(_here(state)),
             "updates": sum(values) + 2 * max(values, default=0),
             "float32 copies": 2 * sum(math.prod(x.local_shape) * 4 for x in low),
             "whole leaves": self._whole(state) if _needs_leaf(self.tx) else 0,
@@ -69,33 +188,97 @@ class Update:
 
     def _whole(self, state: list[Layout]) -> int:
         """What a transform that needs whole leaves is given, and gives, of leaves that are cut: all at a time."""
-        cut = [x for x in self.plan.specs.grads.layouts if x.is_flat]
+        cut = [x for x in self._grads if x.is_flat]
         kept = [x for x in state if x.is_flat]
         return 3 * sum(x.n * x.dtype.itemsize for x in cut) + 2 * sum(x.n * x.dtype.itemsize for x in kept)
 
-    def elsewhere(self) -> tuple[int, int]:
-        """Bytes on the host and on disk beside the state: lanes, and new room where the old may not be written."""
-        layouts = self.plan.specs.opt_state.layouts
-        host, disk = (_bytes([x for x in layouts if x.spec.memory == m]) for m in ("host", "disk"))
-        lanes = self._lanes() if self.fused else 0
-        return (lanes, 0) if self.donate else (lanes + host, disk)
+    def _brought(self, ledger: Ledger, stores: StoresModel) -> None:
+        """Without a kernel all that is needed comes here, and all that is new goes back."""
+        for r in self.rows:
+            if _away(r.param):
+                stores.bring("params brought here", r.param, r.n)
+                stores.wrote(r.param, r.n * r.param.dtype.itemsize)
+        for x in self.plan.specs.opt_state.layouts:
+            if x.shape and _away(x):
+                stores.bring("opt_state brought here", x)
+                stores.wrote(x, x.local_bytes)
 
-    def _lanes(self) -> int:
-        """Each lane's buffers grow to the largest part that it has held; leaves come in parts, one after the other."""
-        rows = _rows(self.plan)
+    def _stream(self, ledger: Ledger, stores: StoresModel) -> None:
+        """See `executor.stream`: each lane's buffers grow to the largest part that it has held."""
         buffers: list[dict[int, int]] = [{} for _ in range(LANES)]
-        turn = 0
-        for row, n, itemsize in rows:
-            widest = max([itemsize, *(x.dtype.itemsize for x in row)])
-            step = math.lcm(max(x.spec.quantum for x in row), mmap.PAGESIZE)
-            size = max(1, int(PART_BYTES / widest) // step) * step
-            for begin in range(0, max(1, n), size):
-                lane = buffers[turn % LANES]
-                for i, x in enumerate(row):
-                    if x.spec.memory != "device":
-                        lane[i] = max(lane.get(i, 0), min(size, n - begin) * x.dtype.itemsize)
-                turn += 1
-        return sum(sum(lane.values()) for lane in buffers)
+        todo = [(row, n) for row in self.rows if row.away for n in _parts(row)]
+        for turn, (row, n) in enumerate(todo):
+            lane, here = buffers[turn % LANES], 0
+            for i, x in enumerate(row.operands):
+                if not _away(x):
+                    continue
+                here += (size := n * x.dtype.itemsize)
+                if size > lane.get(i, 0):  # the old one goes when the new one is there
+                    ledger.add("lanes", size, "host")
+                    ledger.add("lanes", -lane.get(i, 0), "host")
+                    lane[i] = size
+                if x.spec.memory == "disk":
+                    stores.read += size
+                    stores.written += 0 if x is row.grad else size
+            ledger.add("lanes", here, "accelerator")
+            ledger.add("lanes", -here, "accelerator")
+        ledger.add("lanes", -sum(sum(lane.values()) for lane in buffers), "host")
+
+    def _whole_again(self, ledger: Ledger, stores: StoresModel) -> None:
+        """Params that are kept whole elsewhere and were updated in ranges; see `executor.update._make_whole`."""
+        rows = self.rows
+        cut = [r.grad if r.grad.is_flat and not r.param.is_flat else None for r in rows]
+        outbox, before = OutboxModel(ledger), 0
+        for group in travel_groups(
+            [x and dataclasses.replace(x, dtype=r.param.dtype) for x, r in zip(cut, rows, strict=True)]
+        ):
+            away = [rows[k].param for k in group.indices if _away(rows[k].param)]
+            if not away and len(group.indices) == 1:
+                continue  # in place
+            parts = 0
+            for k in group.indices:
+                nbytes = rows[k].n * rows[k].param.dtype.itemsize
+                if _away(rows[k].param):
+                    parts += nbytes
+                    stores.bring(PARTS, rows[k].param, rows[k].n)
+            ledger.add(PARTS, -before)
+            before = parts
+            whole = sum(rows[k].param.n * rows[k].param.dtype.itemsize for k in group.indices)
+            ledger.add(PARTS, whole * (1 if len(group.indices) == 1 else 2))
+            for x in away:
+                stores.wrote(x, x.local_bytes)
+                outbox.put(PARTS, x.local_bytes)
+            ledger.add(PARTS, _bytes(away) - whole * (1 if len(group.indices) == 1 else 2))
+        outbox.settle()
+
+
+def _parts(row: Row) -> Iterator[int]:
+    """Elements of each part of a leaf."""
+    widest = max(x.dtype.itemsize for x in row.operands)
+    step = math.lcm(max((x.spec.quantum for x in row.state), default=1), mmap.PAGESIZE)
+    size = max(1, int(PART_BYTES / widest) // step) * step
+    for begin in range(0, max(1, row.n), size):
+        yield min(size, row.n - begin)
+
+
+def _start(layout: Layout, stores: StoresModel) -> None:
+    if _away(layout):
+        stores.fetch(HERE, layout)
+
+
+def _end(layout: Layout, stores: StoresModel) -> None:
+    if _away(layout):
+        stores.release(HERE, layout)
+
+
+def _small(layout: Layout) -> bool:
+    return layout.n * layout.dtype.itemsize < SMALL_BYTES
+
+
+def _tiles(layout: Layout) -> int:
+    """What goes through float64 at a time; see `transforms.norm`."""
+    n = math.prod(layout.local_shape)
+    return 8 * min(n, layout.chunk if layout.chunk >= TILE // 2 else TILE)
 
 
 def _needs_leaf(tx: Transform | None) -> bool:
@@ -104,22 +287,12 @@ def _needs_leaf(tx: Transform | None) -> bool:
     return any(map(_needs_leaf, tx.parts)) if tx.parts else tx.needs == "leaf"
 
 
-def _rows(plan: Plan) -> list[tuple[list[Layout], int, int]]:
-    """Of each trained leaf with state elsewhere: that state, its elements on this rank, bytes of one of the gradient's."""
-    named: dict[str, list[Layout]] = {}
-    for x in plan.specs.opt_state.layouts:
-        if x.shape:
-            named.setdefault(x.path.rpartition("/")[2], []).append(x)
-    out = []
-    for g in plan.specs.grads.layouts:
-        row = [x for x in named.get(g.path.rpartition("/")[2], []) if x.local_shape == g.local_shape]
-        if any(x.spec.memory != "device" for x in row):
-            out.append((row, math.prod(g.local_shape), g.dtype.itemsize))
-    return out
+def _away(layout: Layout) -> bool:
+    return layout.spec.memory != "device"
 
 
 def _here(layouts: Sequence[Layout]) -> list[Layout]:
-    return [x for x in layouts if x.spec.memory == "device"]
+    return [x for x in layouts if not _away(x)]
 
 
 def _bytes(layouts: Sequence[Layout]) -> int:

@@ -21,11 +21,10 @@ OPTIONS = (
     {"accumulate": 2},
     {"accumulate": 3},
     {"remat": BLOCKS},
-    {"precision": "bf16_mixed"},
-    {"precision": "bf16_master"},
-    {"precision": "bf16_pure", "accumulate": 2},
     {"donate": False},
 )
+LOW = ({"precision": "bf16_mixed"}, {"precision": "bf16_master"}, {"precision": "bf16_pure", "accumulate": 2})
+LARGEST = 512 * 128 * 4  # bytes of a leaf
 BUDGET = 400_000
 
 
@@ -40,15 +39,20 @@ def compare(rank, world, cases, folder):
     warnings.simplefilter("ignore")
     mesh, out = fz.make_mesh(dp=-1), []
     for stage, tx, memory, options in cases:
-        planned, seen, *_ = grown(mesh, stage, TX[tx](), memory, folder, **named(options))
-        out.append((f"stage {stage} {tx} {memory} {options}", planned, seen))
+        made, seen, moved = grown(mesh, stage, TX[tx](), memory, folder, **named(options))
+        volumes = (made.step.read, made.step.written), moved
+        out.append((f"stage {stage} {tx} {memory} {options}", made.step.together, seen, *volumes))
     return out
 
 
 def check(world, cases, folder, least, most):
     for found in pool(world).run(compare, cases, str(folder), timeout=110):
-        for where, planned, seen in found:
-            assert least <= planned / seen <= most, f"{world} ranks, {where}: planned {planned}, seen {seen}"
+        for where, planned, seen, volumes, moved in found:
+            # A thread of the disk may let go of a leaf a moment after whoever waited for it goes on.
+            late = LARGEST if any(moved) else 0
+            fine = least * seen - late <= planned <= most * seen
+            assert fine, f"{world} ranks, {where}: planned {planned}, seen {seen}"
+            assert volumes == moved, f"{world} ranks, {where}: (read, written) planned {volumes}, seen {moved}"
 
 
 SLOW = pytest.mark.slow
@@ -66,6 +70,12 @@ def test_bytes_of_a_step(world, stage, tmp_path):
     check(world, [(stage, "adamw", None, o) for o in OPTIONS], tmp_path, 0.97, 1.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_bytes_of_a_step_in_low_precision(world, stage, tmp_path):
+    check(world, [(stage, "adamw", None, o) for o in LOW], tmp_path, 0.97, 1.01)
+
+
 def test_bytes_of_a_step_with_a_budget(tmp_path):
     options = [{"gather_budget": BUDGET}, {"gather_budget": BUDGET, "accumulate": 2}]
     check(2, [(3, "adamw", None, o) for o in options], tmp_path, 0.97, 1.01)
@@ -80,9 +90,55 @@ def test_bytes_of_a_step_without_a_kernel(world, tmp_path):
     check(world, [(s, "muon", None, {}) for s in ((0,) if world == 1 else (1, 3))], tmp_path, 0.97, 1.15)
 
 
-@pytest.mark.parametrize("memory", [pytest.param("host", marks=SLOW), "disk"])
+def elsewhere(fields, memory):
+    return {f"{field}/**": memory for field in fields.split()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["host", "disk"])
 def test_bytes_of_a_step_with_opt_state_elsewhere(memory, tmp_path):
-    check(2, [(s, "adamw", {"opt_state/**": memory}, {}) for s in (0, 3)], tmp_path, 0.97, 1.03)
+    check(2, [(s, "adamw", elsewhere("opt_state", memory), {}) for s in (0, 3)], tmp_path, 0.97, 1.03)
+
+
+ALL = "params accum opt_state"
+AWAY = [
+    ("params", {}),
+    ("accum", {"accumulate": 2}),
+    (ALL, {"accumulate": 2}),
+    (ALL, {"accumulate": 2, "donate": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "memory"),
+    [
+        (1, 0, "host"),
+        (1, 0, "disk"),
+        (2, 3, "disk"),
+        pytest.param(2, 3, "host", marks=SLOW),
+        *(pytest.param(2, stage, memory, marks=SLOW) for stage in range(3) for memory in ("host", "disk")),
+    ],
+)
+def test_bytes_of_a_step_with_params_and_sums_elsewhere(world, stage, memory, tmp_path):
+    cases = [(stage, "adamw", elsewhere(fields, memory), o) for fields, o in AWAY]
+    if stage == 3:
+        cases += [(3, "adamw", elsewhere(ALL, memory), {"gather_budget": BUDGET, "accumulate": 2})]
+    check(world, cases, tmp_path, 0.97, 1.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 3)])
+def test_bytes_of_a_step_in_low_precision_elsewhere(world, stage, memory, tmp_path):
+    options = [{"accumulate": 2, "precision": x} for x in ("bf16_mixed", "bf16_pure")]
+    check(world, [(stage, "adamw", elsewhere(ALL, memory), o) for o in options], tmp_path, 0.97, 1.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["host", "disk"])
+def test_bytes_of_a_step_elsewhere_without_a_kernel(memory, tmp_path):
+    cases = [(s, "composed", elsewhere(ALL, memory), {}) for s in (1, 3)]
+    check(2, cases, tmp_path, 0.97, 1.15)
 
 
 def state_bytes(rank, world, folder):
