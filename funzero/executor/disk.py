@@ -3,7 +3,7 @@
 [Note: slots and versions] A leaf on disk is a tensor without data that names a slot and a version. The step reads and
 writes slots; nothing else does. A write makes the slot's version one higher, so a leaf of an older state raises where it
 is read, as a donated leaf does. A step that does not donate writes to a new slot. A slot goes back to the store when no
-leaf refers to it. A save reads leaves before it returns to the loop, so no slot is written under it.
+leaf and no transfer under way refers to it. A save reads leaves before it returns to the loop, so no slot is written under it.
 
 [Note: whose folder] Each process makes a folder of its own below the one it is given and keeps a lock on a file in it. So two
 runs do not share names, and what a killed run left is known by its lock being free: the next run removes it.
@@ -63,7 +63,7 @@ class DiskStore:
         os.rename(draft, self.folder)  # nobody else can see it without its lock
         self.file = DirectFile(self.folder / _DATA, direct=direct)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=_THREAD)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a slot may be given back wherever garbage is collected
         self._free: dict[int, list[int]] = {}
         self._end = 0
         self.bytes_read = self.bytes_written = 0
@@ -104,7 +104,13 @@ class DiskStore:
     def _start(self, move: Callable[[memoryview, int], None], data: memoryview, slot: Slot, begin: int) -> "Transfer":
         at = slot.at + begin
         edges = [0, *range(CHUNK - at % CHUNK, len(data), CHUNK), len(data)] if len(data) else [0]
-        return Transfer([self._pool.submit(move, data[a:b], at + a) for a, b in itertools.pairwise(edges)])
+        runs = [(data[a:b], at + a) for a, b in itertools.pairwise(edges)]
+        return Transfer([self._pool.submit(_moved, slot, move, *run) for run in runs])
+
+
+def _moved(slot: Slot, move: Callable[[memoryview, int], None], data: memoryview, at: int) -> None:
+    """Moves bytes of a slot, which nobody else gets until it is done."""
+    move(data, at)
 
 
 class Transfer:

@@ -141,13 +141,8 @@ class KernelUpdate:
                 rows = list(zip(*columns, strict=True))
                 examples = [make(k, [x.view(-1) for x in row]) for k, row in zip(targets.here, rows, strict=True)]
                 batch = targets.batches[type(self.rule)] = Batch(examples, self.rule)
-            how = (
-                [counts[k] for k in targets.here] if targets.away else counts,
-                self.weight_decay,
-                self.rule,
-                self.scale,
-            )
-            dispatch.update_batch(batch, columns, *how, skip=self.skip)
+            ours = [counts[k] for k in targets.here] if targets.away else counts
+            dispatch.update_batch(batch, columns, ours, self.weight_decay, self.rule, self.scale, skip=self.skip)
         elif targets.here:
             of = zip(targets.here, pieces, strict=True)
             given = [(k, [p, grads[k], *(opt_state[i] for i in targets.places[k])]) for k, p in of]
@@ -191,14 +186,10 @@ class KernelUpdate:
         """The parts of the leaves that are away; replaces these in `params` and `opt_state` by what is written."""
         for k in targets.away:
             piece, grad = targets.pieces[k], targets.grads[k]
-            leaf = params[piece.at]
-            here = None if piece.store else piece.here(leaf)
-            operands = (
-                [Operand(here, here)]
-                if here is not None
-                else [self._written(params, piece.at, piece.kept, piece.begin)]
-            )
-            operands.append(Operand(grads[k], store=store_of(grad)))
+            operands = [
+                self._written(params, piece.at, piece.kept, piece.begin),
+                Operand(grads[k], store=store_of(grad)),
+            ]
             operands += [self._written(opt_state, i, targets.layouts[i]) for i in targets.places[k]]
             quantum = max((targets.layouts[i].spec.quantum for i in targets.places[k]), default=1)
             yield from parts(k, math.prod(grad.local_shape), operands, quantum)

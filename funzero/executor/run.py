@@ -210,7 +210,6 @@ class Runner:
                     landing = Landing(window, bound.placement, bound.rounder(flat, window), last)
                     session.differentiate(self._loss_fn, self._takes, micro, landing, bound.small, flat.scale)
         except BaseException:
-            window.outbox.abandon()
             if window.spoilt:
                 poison(flat.old, spent=True)
             raise

@@ -82,8 +82,8 @@ class Selection:
         held, accum, grads = window.sums[i], self.plan.specs.accum.layouts[i], self.plan.specs.grads.layouts[i]
         if held is not None and accum.local_shape == grads.local_shape and accum.mesh.size(accum.spec.unreduced) == 1:
             return held
-        window.sums[i] = None  # so that its room can be used again
         here = None if held is None else fetch(held, accum)
+        window.sums[i] = held = None  # so that its room can be used again
         return window.outbox.put(self._reduced((i,), [here])[0], grads)
 
     @functools.cached_property

@@ -11,7 +11,6 @@ left alone.
 """
 
 import atexit
-import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -22,6 +21,7 @@ import shutil
 import tempfile
 import warnings
 from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -103,6 +103,18 @@ class Arrived:
     def wait(self) -> torch.Tensor:
         """The leaf."""
         return self.values
+
+
+def settle(waits: Iterable[Callable[[], object]]) -> None:
+    """Waits for all; raises the first OSError when nothing is under way any more."""
+    errors = []
+    for each in waits:
+        try:
+            each()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class HostMemory:
@@ -304,19 +316,7 @@ class Outbox:
 
     def settle(self) -> None:
         """Returns when nothing is under way any more; raises the first error then."""
-        errors = []
-        while self._flying:
-            try:
-                self._land()
-            except OSError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def abandon(self) -> None:
-        """`settle` for whoever has an error of his own."""
-        with contextlib.suppress(OSError):
-            self.settle()
+        settle([self._land] * len(self._flying))
 
 
 def keep(values: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from funzero.executor.stores import Store, Transfer
+from funzero.executor.stores import Store, Transfer, settle
 
 LANES = 3
 PART_BYTES = 8 << 20  # of the largest operand
@@ -124,16 +124,4 @@ def stream(todo: Iterable[Part], device: torch.device, run: Callable[[Part, list
         while loaded:
             loaded.popleft().compute(run)
     finally:
-        _settle(lanes)
-
-
-def _settle(lanes: list[_Lane]) -> None:
-    """Waits for all lanes; raises the first error when all are still."""
-    errors = []
-    for lane in lanes:
-        try:
-            lane.wait()
-        except OSError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        settle([lane.wait for lane in lanes])

@@ -1,5 +1,6 @@
 """The update of a window: reduce, norm, clip, optimizer, and params whole again where they are kept whole."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,7 +58,8 @@ def clip(
     if scale is not None:
         divisor = divisor * scale
     if away or (on_host and selection.kernel is not None):
-        sums = selection.norm.sums(Fetched(grads, selection.layouts) if away else grads)
+        read = Fetched(grads, selection.layouts, selection.norm.order) if away else grads
+        sums = selection.norm.sums(read, weight.device)
         norm = sums.sum().sqrt() / divisor
         left = 1.0 if options.max_norm is None else float(clip_factor(norm, options.max_norm))
         return Clipped(grads, norm, lambda: selection.norm.first_bad(sums), Scale(float(divisor), left))
@@ -75,10 +77,15 @@ def clip(
 
 
 class Fetched(Sequence[torch.Tensor]):
-    """Leaves that come to the device one by one, when they are asked for; the next one is already on its way."""
+    """Leaves that come to the device one by one, when they are asked for; the next one is already on its way.
 
-    def __init__(self, leaves: list[torch.Tensor], layouts: Sequence[Layout]):
+    Args:
+        order: in which they will be asked for.
+    """
+
+    def __init__(self, leaves: list[torch.Tensor], layouts: Sequence[Layout], order: Sequence[int]):
         self._leaves, self._layouts = leaves, layouts
+        self._after = dict(itertools.pairwise(order))
         self._coming: dict[int, Arrival] = {}
 
     def __len__(self) -> int:
@@ -86,7 +93,8 @@ class Fetched(Sequence[torch.Tensor]):
 
     def __getitem__(self, i: Any) -> Any:
         arrival = self._coming.pop(i, None) or self._start(i)
-        self._coming = {i + 1: self._start(i + 1)} if i + 1 < len(self) else {}
+        following = self._after.get(i)
+        self._coming = {} if following is None else {following: self._start(following)}
         return arrival.wait()
 
     def _start(self, i: int) -> Arrival:

@@ -16,7 +16,6 @@ import torch
 
 from funzero.core import tree as tree_lib
 from funzero.core.mesh import Mesh
-from funzero.core.spec import Layout
 from funzero.core.state import StateSpecs
 from funzero.executor.init import abstract_state
 from funzero.executor.plan import Plan
@@ -28,7 +27,7 @@ from funzero.planning.trace import Timeline, trace
 from funzero.transforms.base import Transform
 from funzero.transforms.precision import Policy, checked
 from funzero.transforms.remat import checked_rules
-from funzero.zero import zero_specs
+from funzero.zero import with_memory, zero_specs
 
 FIELDS = ("opt_state", "accum", "params")
 ELSEWHERE: tuple[dict[str, str], ...] = (
@@ -92,14 +91,8 @@ class Model:
         if made is None:
             made = zero_specs(self.shapes, self.tx, self.mesh, stage=choice.stage, precision=self.precision)
             self._stages[choice.stage] = made
-
-        def moved(kind: str) -> Callable[[Layout], Layout]:
-            return lambda x: x.with_spec(memory=kind) if x.shape else x
-
-        fields = {field: getattr(made, field).map(moved(kind)) for field, kind in choice.memory.items()}
-        if "accum" in choice.memory:  # finalised gradients live where the accumulator does
-            fields["grads"] = made.grads.map(moved(choice.memory["accum"]))
-        return dataclasses.replace(made, **fields)
+        kinds = {f"{field}/**": kind for field, kind in choice.memory.items() if made.fields[field].layouts}
+        return with_memory(made, kinds)
 
 
 def propose(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import mmap
 from collections.abc import Iterator, Sequence
@@ -137,36 +138,23 @@ class Update:
 
     def _norm(self, ledger: Ledger, stores: StoresModel) -> None:
         """Of gradients elsewhere: see `executor.update.Fetched`, which reads one leaf ahead of what it is asked for."""
-        grads, coming = self._grads, -1
-
-        def get(i: int) -> None:
-            nonlocal coming
-            before = coming
-            if before != i:
-                _start(grads[i], stores)
-            coming = i + 1 if i + 1 < len(grads) else -1
-            if coming >= 0:
-                _start(grads[coming], stores)
-            if before >= 0 and before != i:
-                _end(grads[before], stores)
-
+        grads = self._grads
         small = [i for i, x in enumerate(grads) if _small(x)]
-        get(0)  # to know its device
-        _end(grads[0], stores)
-        for i in small:
-            get(i)
+        order = [*small, *(i for i, x in enumerate(grads) if not _small(x))]
         elements = sum(math.prod(grads[i].local_shape) for i in small)
-        ledger.add("sums of squares", 8 * elements)
-        ledger.touch(sums_of_squares=12 * elements)
-        for i in (i for i, x in enumerate(grads) if not _small(x)):
-            get(i)
-            ledger.touch(sums_of_squares=_tiles(grads[i]))
-            _end(grads[i], stores)
-        if coming >= 0:
-            _end(grads[coming], stores)
+        _start(grads[order[0]], stores)
+        for i, following in itertools.zip_longest(order, order[1:]):
+            if following is not None:
+                _start(grads[following], stores)
+            if i not in small:
+                ledger.touch(sums_of_squares=_tiles(grads[i]))
+                _end(grads[i], stores)
+            elif i == small[-1]:
+                ledger.add("sums of squares", 8 * elements)
+                ledger.touch(sums_of_squares=12 * elements)
         for i in small:
             _end(grads[i], stores)
-        ledger.add("sums of squares", -8 * elements)
+        ledger.add("sums of squares", -8 * elements if small else 0)
 
     def _temporaries(self) -> dict[str, int]:
         """Bytes on the device beside the state and the gradients, by purpose."""

@@ -93,9 +93,19 @@ class NormPlan:
             return "no leaf (the loss is not finite)"
         return self.layouts[bisect.bisect_right(self._slots[0], int(bad[0])) - 1].path
 
-    def sums(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sums of squares in their slots: float64 1-D, equal on all ranks."""
-        device = grads[0].device if grads else torch.device("cpu")
+    @functools.cached_property
+    def order(self) -> list[int]:
+        """The leaves that `sums` reads here, in its order; each is read once."""
+        return [*self._small[0], *(row[0] for row in self._large)]
+
+    def sums(self, grads: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+        """Sums of squares in their slots: float64 1-D, equal on all ranks.
+
+        Args:
+            grads: local leaves laid out as `layouts`. device: of the sums; default: that of the gradients.
+        """
+        if device is None:
+            device = grads[0].device if grads else torch.device("cpu")
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)
         chosen, slots = self._small
         if chosen:

@@ -274,3 +274,16 @@ def test_deepspeed_3_13_a_leaf_that_is_used_twice_is_read_once(world, stage, tmp
     tight = 32 * 32 * 4  # one leaf at a time: more reading, the same numbers
     for seen, _, _ in pool(world).run(read_once, stage, tmp_path, tight):
         assert [x[1] for x in seen] == [2.0] * 2
+
+
+@pytest.mark.parametrize("names", ["abcd", "bacd", "bdac"])
+def test_norm_and_update_read_each_gradient_once_each(names, tmp_path):
+    sizes = {"a": 10, "b": LARGE, "c": 20, "d": LARGE + 1}  # small and large ones in any order
+    params = {f"{i}{n}": torch.zeros(sizes[n]) for i, n in enumerate(names)}
+    how = {"step": {"max_norm": 1.0}}
+    state, step = launch(params, fz.sgd(1.0), linear, fz.make_mesh(), 0, "disk", tmp_path, what="accum/**", **how)
+    state = step.accumulate(state, rows(**{n: torch.ones_like(p) for n, p in params.items()}))
+    store = next(iter(state.accum.grads.values())).slot.store
+    before, nbytes = store.bytes_read, 4 * sum(sizes.values())
+    step.update(state)
+    assert store.bytes_read - before == 2 * nbytes

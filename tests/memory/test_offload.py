@@ -5,6 +5,8 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -313,3 +315,20 @@ def test_a_call_that_fails_in_mid_window_spends_what_it_wrote_over_and_nothing_e
         return
     after, _ = step.update(fresh)
     assert (after.params["a"] == -1).all() and (after.params["b"] == -2).all()
+
+
+def test_a_slot_is_not_given_away_while_bytes_of_it_are_under_way(tmp_path, monkeypatch):
+    store, gate = DiskStore(tmp_path), threading.Event()
+    write = store.file.write
+    monkeypatch.setattr(store.file, "write", lambda data, at: gate.wait(30) and write(data, at))
+    slot = store.slot(4096)
+    at, under_way = slot.at, store.start_write(slot, torch.ones(1024))
+    del slot
+    other = store.slot(4096)
+    assert other.at != at, "the late write would have gone into another leaf"
+    gate.set()
+    under_way.wait()
+    deadline = time.monotonic() + 30
+    while store.slot(4096).at != at:  # a worker lets go of what it did a moment after it is done
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
