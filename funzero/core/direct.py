@@ -7,6 +7,7 @@ neighbours stay as they are. Where the file system has no direct transfers (tmpf
 byte. What the file system asks for is asked of it: 4096 bytes is wrong on some disks, and 512 on more.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-CHUNK = 1 << 20
+CHUNK = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _STATX_DIOALIGN, _AT_EMPTY_PATH = 0x2000, 0x1000
 _MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156  # in struct statx
@@ -29,7 +30,7 @@ _MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156  # in struct statx
 def aligned_empty(nbytes: int, *, pinned: bool = False) -> torch.Tensor:
     """uint8 [nbytes] in host memory that begins at a page, so that a direct transfer may use it as it is."""
     if not pinned:
-        return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
+        return torch.frombuffer(_pages(nbytes), dtype=torch.uint8)[:nbytes]
     room = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
     return room[-room.data_ptr() % mmap.PAGESIZE :][:nbytes]
 
@@ -248,4 +249,14 @@ def _address(view: memoryview) -> int:
 
 
 def _bounce(nbytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, nbytes))
+    return memoryview(_pages(nbytes))
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    """Memory of its own, in huge pages where the system has them: each page of a direct transfer is looked up and pinned,
+    which is half of the time that small ones take."""
+    room = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            room.madvise(mmap.MADV_HUGEPAGE)
+    return room

@@ -20,13 +20,14 @@ from funzero.executor.disk import DiskStore
 
 RUNS = 5
 BYTES = 512 << 20
+AIO = {"deepspeed": (8, 1), "deepspeed tuned": (32, 4)}  # depth and threads: its defaults, and the best found here
 LEAVES = {f"w{i}": (1 << 23,) for i in range(8)}
 JOBS = [("psync", bs, 1) for bs in ("1m", "8m")] + [("io_uring", bs, d) for bs in ("1m", "8m") for d in (1, 8, 32)]
 DEEPSPEED = """
 import sys, time, torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
-handle = AsyncIOBuilder().load().aio_handle(1 << 20, 32, False, True, 4)
-path, n = sys.argv[1], int(sys.argv[2])
+path, n, depth, threads = sys.argv[1], *map(int, sys.argv[2:])
+handle = AsyncIOBuilder().load().aio_handle(1 << 20, depth, False, True, threads)
 x = handle.new_cpu_locked_tensor(n, torch.empty(0, dtype=torch.uint8))
 handle.sync_pwrite(x, path, 0)
 for move in (handle.sync_pwrite, handle.sync_pread):
@@ -47,14 +48,15 @@ def fio(path: Path, engine: str, block: str, depth: int) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def deepspeed(path: Path) -> tuple[float, float] | None:
+def deepspeed(path: Path, depth: int, threads: int) -> tuple[float, float] | None:
     """The same of DeepSpeed's aio; None where it cannot run."""
     python = os.environ.get("DEEPSPEED_PYTHON")
     if not python:
         return None
     path.write_bytes(b"")
     os.truncate(path, BYTES)
-    done = subprocess.run([python, "-c", DEEPSPEED, str(path), str(BYTES)], capture_output=True, text=True, check=False)
+    command = [python, "-c", DEEPSPEED, *map(str, (path, BYTES, depth, threads))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.replace(".", "").isdigit()]
     if len(lines) != 2:
         print(f"DeepSpeed's aio does not run here: {done.stderr.strip().splitlines()[-1:]}")
@@ -92,16 +94,16 @@ class Update:
 
     def __call__(self) -> float:
         """Seconds of one update."""
-        state = self.step.accumulate(self.state, {"c": torch.tensor(1.0)})
+        self.state = self.step.accumulate(self.state, {"c": torch.tensor(1.0)})
         begin = time.perf_counter()
-        self.state, _ = self.step.update(state)
+        self.state, _ = self.step.update(self.state)
         return time.perf_counter() - begin
 
 
 def compare() -> None:
     """Prints all of it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
         update, in_memory = Update("disk", folder), Update("device", folder)
         rows: dict[str, list[tuple[float, float]]] = {}
         times: list[tuple[float, float]] = []
@@ -110,20 +112,21 @@ def compare() -> None:
             for job in JOBS:
                 rows.setdefault(" ".join(map(str, job)), []).append(fio(folder / "fio", *job))
             rows.setdefault("funzero", []).append(own(folder))
-            if (found := deepspeed(folder / "aio")) is not None:
-                rows.setdefault("deepspeed", []).append(found)
+            for name, how in AIO.items():
+                if (found := deepspeed(folder / "aio", *how)) is not None:
+                    rows.setdefault(name, []).append(found)
             times.append((update(), in_memory()))
         middle = {n: tuple(statistics.median(x[i] for x in r) for i in (0, 1)) for n, r in rows.items()}
-        best = [max(v[i] for n, v in middle.items() if n not in ("funzero", "deepspeed")) for i in (0, 1)]
+        best = [max(middle[" ".join(map(str, job))][i] for job in JOBS) for i in (0, 1)]
         for name, (write, read) in middle.items():
             print(f"{name:16} write {write / 1e9:.2f} GB/s, read {read / 1e9:.2f} GB/s")
         own_speed = middle["funzero"]
         print(
             f"  of the best fio job: write {own_speed[0] / best[0]:.2f}, read {own_speed[1] / best[1]:.2f} (target 0.85)"
         )
-        if "deepspeed" in middle:
-            ratios = [a / b for a, b in zip(own_speed, middle["deepspeed"], strict=True)]
-            print(f"  of DeepSpeed's aio: write {ratios[0]:.2f}, read {ratios[1]:.2f} (target 1.5)")
+        for name in AIO.keys() & middle.keys():
+            ratios = [a / b for a, b in zip(own_speed, middle[name], strict=True)]
+            print(f"  of {name}'s aio: write {ratios[0]:.2f}, read {ratios[1]:.2f} (target 1.5)")
         took, here = (statistics.median(x[i] for x in times) for i in (0, 1))
         needed = update.bytes / best[0] + update.bytes / best[1]
         print(
