@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from funzero.transforms.norm import chunk_squares
 from funzero_kernels import ops
 from funzero_kernels.batch import Batch
+from funzero_kernels.checks import FLOATS
 from funzero_kernels.ops import UNSCALED, Adam, Draw, Leaf, Lion, Moment, Momentum, Rule, Scale
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Momentum",
     "Rule",
     "Scale",
+    "square_sums",
     "update",
     "update_batch",
 ]
@@ -35,3 +38,10 @@ def update_batch(batch: Batch, *how: Any, skip: torch.Tensor | None) -> None:
     """`batch.update(*how)`; nothing if `skip` is true."""
     if skip is None or not bool(skip):
         batch.update(*how, torch.get_num_threads())
+
+
+def square_sums(flat: torch.Tensor, chunk: int) -> torch.Tensor:
+    """`chunk_squares`, by the kernel where there is one for it: other bits, but as equal for every layout."""
+    if flat.device.type != "cpu" or flat.dtype not in FLOATS:
+        return chunk_squares(flat, chunk)
+    return ops.square_sum(flat, chunk, torch.get_num_threads())

@@ -13,6 +13,8 @@ from funzero.core.mesh import local_mesh
 from funzero.core.spec import Layout, Specs
 from funzero.core.state import EMPTY_NODE, StateSpecs, TrainState
 from funzero.executor import place
+from funzero.executor.plan import Plan
+from funzero.executor.selection import writes_anew
 from funzero.executor.stores import check_room, keep, store_of
 from funzero.transforms.base import Transform
 from funzero.transforms.chain import resolved
@@ -61,7 +63,7 @@ def init_state(
     check_trainable(specs, shapes, trainable, "init_state")
     _check_fit(shapes, specs.params)
     _check_fit(buffers, specs.buffers)
-    check_room(specs)
+    check_room(specs, twice=writes_anew(Plan(specs, policy), tx))
     rng = make_key(key)
     if thunks is None:
         makers: list[Callable[[], torch.Tensor]] = [functools.partial(_given, x) for x in tree_lib.leaves(params)]

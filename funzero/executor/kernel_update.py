@@ -11,7 +11,7 @@ from funzero.core.spec import Layout
 from funzero.executor import dispatch
 from funzero.executor.dispatch import Batch, Draw, Leaf, Moment, Rule, Scale
 from funzero.executor.donate import make_writable
-from funzero.executor.stores import Store, fetch, fetch_range, store_of
+from funzero.executor.stores import Arrival, Store, start_fetch, start_fetch_range, store_of
 from funzero.executor.stream import Operand, Part, parts, stream
 
 
@@ -37,11 +37,15 @@ class Piece:
         """The first element of the local param that is updated."""
         return 0 if self.part is None else self.part.bounds(self.part.index)[0]
 
+    def start(self, leaf: torch.Tensor) -> Arrival:
+        """Starts to bring its values to the device."""
+        if self.part is None:
+            return start_fetch(leaf, self.kept)
+        return start_fetch_range(leaf, self.kept, *self.part.bounds(self.part.index))
+
     def here(self, leaf: torch.Tensor) -> torch.Tensor:
         """Its values on the device; a view of the leaf if that is there."""
-        if self.part is None:
-            return fetch(leaf, self.kept)
-        return fetch_range(leaf, self.kept, *self.part.bounds(self.part.index))
+        return self.start(leaf).wait()
 
 
 @dataclasses.dataclass(frozen=True)

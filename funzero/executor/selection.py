@@ -14,6 +14,7 @@ from funzero.executor.dispatch import Draw
 from funzero.executor.flat import FlatState
 from funzero.executor.kernel_update import Piece, Targets
 from funzero.executor.plan import Plan
+from funzero.executor.portions import Portion, portions, whole
 from funzero.executor.reduce import ReducePlan, or_zeros
 from funzero.executor.stores import fetch, store_of
 from funzero.executor.window import Window
@@ -120,6 +121,14 @@ class Selection:
         return found if fits else None
 
     @functools.cached_property
+    def portions(self) -> list[Portion]:
+        """The leaves that the optimizer works on at a time where no kernel runs it."""
+        kept = [*(x.kept for x in self.pieces), *self.layouts, *self.plan.specs.opt_state.layouts]
+        if not self.chosen or not self.tx.separate or all(store_of(x) is None for x in kept):
+            return [whole(self.plan, self.chosen)]
+        return portions(self.plan, self.tx, self.chosen)
+
+    @functools.cached_property
     def tame(self) -> bool:
         """True if what the kernel computes fits into what it is kept in: float16 overflows at 65504."""
         return all(self.plan.specs.params.layouts[i].dtype != torch.float16 for i in self.params_at)
@@ -190,3 +199,9 @@ class Selection:
         """Params that are kept whole but were updated in ranges: how they become whole again."""
         cut = [x.part and dataclasses.replace(x.part, dtype=x.kept.dtype) for x in self.pieces]
         return travel_groups(cut)
+
+
+def writes_anew(plan: Plan, tx: Transform) -> bool:
+    """Whether an update writes what lives elsewhere to new rooms, also where the old ones are given away."""
+    selection = Selection(plan, plan.resolved(tx), tuple(range(len(plan.trained))))
+    return len(selection.portions) > 1 if selection.kernel is None else not selection.tame

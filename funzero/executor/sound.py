@@ -19,12 +19,17 @@ def first_spoilt(old: list[torch.Tensor], new: list[torch.Tensor], mesh: Mesh) -
 
     Returns: 0-dim int64 on the mesh's device, equal on every rank. A collective call.
     """
-    found = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    pairs = [(i, a, b) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b and _has_floats(b)]
-    if pairs and not (mesh.device.type == "cpu" and _surely_finite([b for _, _, b in pairs])):
-        flags = torch.stack([(a.isfinite() & ~b.isfinite()).any() for _, a, b in pairs])
-        found = (flags * torch.tensor([len(new) - i for i, _, _ in pairs], device=mesh.device)).amax()
-    return collectives.all_max(found, mesh, mesh.names)
+    numbers = range(len(new), 0, -1)
+    return collectives.all_max(spoilt(list(zip(numbers, old, new, strict=True)), mesh.device), mesh, mesh.names)
+
+
+def spoilt(rows: list[tuple[int, torch.Tensor, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """The same of this rank's own leaves, which come with numbers: the largest number of a spoilt one, or 0."""
+    pairs = [row for row in rows if row[1] is not row[2] and _has_floats(row[2])]
+    if not pairs or (device.type == "cpu" and _surely_finite([new for _, _, new in pairs])):
+        return torch.zeros((), dtype=torch.int64, device=device)
+    flags = torch.stack([(old.isfinite() & ~new.isfinite()).any() for _, old, new in pairs])
+    return (flags * torch.tensor([number for number, _, _ in pairs], device=device)).amax()
 
 
 def _has_floats(x: torch.Tensor) -> bool:

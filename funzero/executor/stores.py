@@ -236,12 +236,16 @@ HOST, DISK = HostMemory(), DiskMemory()
 _BY_KIND: dict[str, Store | None] = {"device": None, "host": HOST, "disk": DISK}
 
 
-def check_room(specs: StateSpecs) -> None:
-    """Raises OSError if what this rank will keep on disk, its accumulator included, is more than is free there."""
+def check_room(specs: StateSpecs, *, twice: bool = False) -> None:
+    """Raises OSError if what this rank will keep on disk, its accumulator included, is more than is free there.
+
+    Args:
+        twice: for an update that writes params and opt_state to new rooms before the old ones are given back.
+    """
     needed: dict[str | None, int] = {}
     pairs = zip(specs.accum.layouts, specs.grads.layouts, strict=True)
     sums = [max(pair, key=lambda x: x.local_bytes) for pair in pairs]  # one becomes the other
-    for x in (*specs.params.layouts, *specs.opt_state.layouts, *sums):
+    for x in (*(*specs.params.layouts, *specs.opt_state.layouts) * (2 if twice else 1), *sums):
         if x.spec.memory == "disk":
             needed[x.spec.folder] = needed.get(x.spec.folder, 0) + x.local_bytes
     for name, nbytes in needed.items():
@@ -260,18 +264,36 @@ def store_of(layout: Layout) -> Store | None:
 
 def fetch(leaf: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A local leaf's values on the device; the leaf itself if it is there."""
+    return start_fetch(leaf, layout).wait()
+
+
+def start_fetch(leaf: torch.Tensor, layout: Layout) -> Arrival:
+    """Starts what `fetch` does."""
     store = store_of(layout)
-    return leaf if store is None else store.start_fetch(leaf, layout).wait()
+    return Arrived(leaf) if store is None else store.start_fetch(leaf, layout)
 
 
-def fetch_range(leaf: torch.Tensor, layout: Layout, begin: int, end: int) -> torch.Tensor:
-    """Elements [begin, end) of a local leaf, 1-D on the device; a view if it is there."""
+def start_fetch_range(leaf: torch.Tensor, layout: Layout, begin: int, end: int) -> Arrival:
+    """Starts to bring elements [begin, end) of a local leaf, 1-D, to the device; a view if it is there."""
     store = store_of(layout)
     if store is None:
-        return leaf.view(-1)[begin:end]
+        return Arrived(leaf.view(-1)[begin:end])
     out = store.buffer((end - begin) * leaf.itemsize, layout.mesh.device).view(leaf.dtype)
-    store.read(leaf, begin, out).wait()
-    return out.to(layout.mesh.device)
+    return _Range(out, store.read(leaf, begin, out), layout.mesh.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Range:
+    """A part of a leaf on its way to the device, by way of host memory."""
+
+    out: torch.Tensor
+    transfer: Transfer
+    device: torch.device
+
+    def wait(self) -> torch.Tensor:
+        """The part."""
+        self.transfer.wait()
+        return self.out.to(self.device)
 
 
 class Outbox:
@@ -329,19 +351,5 @@ def keep(values: torch.Tensor, layout: Layout) -> torch.Tensor:
         return out.copy_(values.detach().view(layout.local_shape) if layout.is_flat else values.detach())
     outbox = Outbox()
     leaf = outbox.put(values, layout)
-    outbox.settle()
-    return leaf
-
-
-def replaced(old: torch.Tensor, new: torch.Tensor, layout: Layout, donate: bool) -> torch.Tensor:
-    """A leaf with new values, in the memory of the old one; the old leaf itself if it is the new one.
-
-    Args:
-        donate: whether the old leaf's room may be written to.
-    """
-    if new is old:
-        return new
-    outbox = Outbox()
-    leaf = outbox.put(new, layout, old, donate=donate)
     outbox.settle()
     return leaf

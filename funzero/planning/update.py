@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from funzero.core import tree as tree_lib
 from funzero.core.collectives import travel_groups
 from funzero.core.spec import Layout
+from funzero.executor.fused import FLOATS
 from funzero.executor.plan import Plan
+from funzero.executor.portions import Portion
 from funzero.executor.selection import Selection
 from funzero.executor.stream import LANES, PART_BYTES
 from funzero.planning.ledger import Ledger
@@ -19,9 +21,9 @@ from funzero.transforms.base import Transform
 from funzero.transforms.norm import SMALL_BYTES, TILE
 from funzero.transforms.precision import LOW
 
-HERE = "gradients brought here"
+HERE = "leaves brought here"
 PARTS = "parts under way"
-PASSING = ("params brought here", "opt_state brought here", "updates", "float32 copies", "whole leaves")
+PASSING = ("updates", "float32 copies", "whole leaves")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,34 +104,30 @@ class Update:
 
     def replay(self, ledger: Ledger, stores: StoresModel) -> None:
         """Counts what it takes; the gradients are there, or in rooms of their own elsewhere."""
-        away = [g for g in self._grads if _away(g)]
-        if self.fused:
-            if away:
-                self._norm(ledger, stores)
-            else:
-                ledger.touch(sums_of_squares=self._norm_bytes())
+        if any(map(_away, self._grads)):
+            self._norm(ledger, stores)
         else:
-            for g in away:
-                stores.bring(HERE, g)
             ledger.touch(sums_of_squares=self._norm_bytes())
-        for what, nbytes in self._temporaries().items():
-            ledger.add(what, nbytes)
-        if not (self.in_place if self.fused else self.donate):
-            for x in self._written:
-                if _away(x):
-                    ledger.add("new room", x.local_bytes, x.spec.memory)
         if self.fused:
-            self._stream(ledger, stores)
+            self._by_kernel(ledger, stores)
         else:
-            self._brought(ledger, stores)
-            for what in PASSING:
-                ledger.add(what, -ledger.held(what))
+            self._composed(ledger, stores)
         self._whole_again(ledger, stores)
 
+    def _by_kernel(self, ledger: Ledger, stores: StoresModel) -> None:
+        """In place, or to new leaves."""
+        if not self.in_place:
+            params, state = [r.param for r in self.rows], self._state
+            ledger.add("new params", _bytes(_here(params)))
+            ledger.add("new opt_state", _bytes(_here(state)))
+            for x in (*params, *state):
+                if _away(x):
+                    ledger.add("new room", x.local_bytes, x.spec.memory)
+        self._stream(ledger, stores)
+
     @property
-    def _written(self) -> list[Layout]:
-        state = [x for x in self.plan.specs.opt_state.layouts if x.shape]
-        return [*(r.param for r in self.rows), *state]
+    def _state(self) -> list[Layout]:
+        return [x for x in self.plan.specs.opt_state.layouts if x.shape]
 
     def _norm_bytes(self) -> int:
         """What the norm takes: tiles in float64, or the small leaves in float64 and their squares."""
@@ -147,7 +145,8 @@ class Update:
             if following is not None:
                 _start(grads[following], stores)
             if i not in small:
-                ledger.touch(sums_of_squares=_tiles(grads[i]))
+                divided = 0 if self.fused else grads[i].local_bytes
+                ledger.touch(sums_of_squares=_tiles(grads[i]) + divided)
                 _end(grads[i], stores)
             elif i == small[-1]:
                 ledger.add("sums of squares", 8 * elements)
@@ -156,40 +155,66 @@ class Update:
             _end(grads[i], stores)
         ledger.add("sums of squares", -8 * elements if small else 0)
 
-    def _temporaries(self) -> dict[str, int]:
-        """Bytes on the device beside the state and the gradients, by purpose."""
-        params = [r.param for r in self.rows]
-        state = [x for x in self.plan.specs.opt_state.layouts if x.shape]
-        copies = {} if self.in_place else {"new params": _bytes(_here(params)), "new opt_state": _bytes(_here(state))}
-        if self.fused:
-            return copies
-        values = [x.local_bytes for x in self._grads]
-        low = [x for x in (*params, *state) if x.dtype in LOW]
-        pieces = [r.n * r.param.dtype.itemsize for r in self.rows]
+    def _composed(self, ledger: Ledger, stores: StoresModel) -> None:
+        """See `executor.composed`: the next portion is on its way while one is worked on."""
+        assert self._selection is not None
+        todo, outbox = self._selection.portions, OutboxModel(ledger)
+        held, lone = self._bring(todo[0], ledger, stores), len(todo) == 1
+        for portion, following in itertools.zip_longest(todo, todo[1:]):
+            coming = 0 if following is None else self._bring(following, ledger, stores)
+            for what, nbytes in self._work(portion).items():
+                ledger.add(what, nbytes)
+            ledger.add(HERE, -held)
+            held = coming
+            for what in PASSING:
+                ledger.add(what, -ledger.held(what))
+            for what, x, nbytes in self._made(portion):
+                if _away(x):
+                    if not (self.donate and lone):
+                        ledger.add("new room", x.local_bytes, x.spec.memory)
+                    stores.wrote(x, nbytes)
+                    outbox.put(what, nbytes)
+        outbox.settle()
+        if not self.donate:
+            ledger.add("new params", _bytes(_here([r.param for r in self.rows])))
+
+    def _bring(self, portion: Portion, ledger: Ledger, stores: StoresModel) -> int:
+        """What of a portion lives elsewhere comes here. Returns its bytes."""
+        before = ledger.held(HERE)
+        for k in portion.chosen:
+            if _away(self.rows[k].param):
+                stores.bring(HERE, self.rows[k].param, self.rows[k].n)
+            if _away(self.rows[k].grad):
+                stores.bring(HERE, self.rows[k].grad)
+        for x in self._state_of(portion):
+            if _away(x):
+                stores.bring(HERE, x)
+        return ledger.held(HERE) - before
+
+    def _state_of(self, portion: Portion) -> list[Layout]:
+        found = [self.plan.specs.opt_state.layouts[i] for i in portion.state]
+        return [x for x in found if x.shape]
+
+    def _made(self, portion: Portion) -> list[tuple[str, Layout, int]]:
+        """What a portion gives: under which name, the layout, and bytes."""
+        rows = [self.rows[k] for k in portion.chosen]
+        params = [("new params", r.param, r.n * r.param.dtype.itemsize) for r in rows]
+        return params + [("new opt_state", x, x.local_bytes) for x in self._state_of(portion)]
+
+    def _work(self, portion: Portion) -> dict[str, int]:
+        """Bytes on the device beside what came, by purpose."""
+        state = self._state_of(portion)
+        grads = [self._grads[k] for k in portion.chosen]
+        values = [x.local_bytes for x in grads]
+        low = [x for x in (*(self.rows[k].param for k in portion.chosen), *state) if x.dtype in LOW]
+        made = self._made(portion)
         return {
-            "new params": sum(pieces) + (0 if self.donate else _bytes(_here(params))),
+            "new params": sum(n for what, _, n in made if what == "new params"),
             "new opt_state": _bytes(state),
             "updates": sum(values) + 2 * max(values, default=0),
             "float32 copies": 2 * sum(math.prod(x.local_shape) * 4 for x in low),
-            "whole leaves": self._whole(state) if _needs_leaf(self.tx) else 0,
+            "whole leaves": _whole(grads, state) if _needs_leaf(self.tx) else 0,
         }
-
-    def _whole(self, state: list[Layout]) -> int:
-        """What a transform that needs whole leaves is given, and gives, of leaves that are cut: all at a time."""
-        cut = [x for x in self._grads if x.is_flat]
-        kept = [x for x in state if x.is_flat]
-        return 3 * sum(x.n * x.dtype.itemsize for x in cut) + 2 * sum(x.n * x.dtype.itemsize for x in kept)
-
-    def _brought(self, ledger: Ledger, stores: StoresModel) -> None:
-        """Without a kernel all that is needed comes here, and all that is new goes back."""
-        for r in self.rows:
-            if _away(r.param):
-                stores.bring("params brought here", r.param, r.n)
-                stores.wrote(r.param, r.n * r.param.dtype.itemsize)
-        for x in self.plan.specs.opt_state.layouts:
-            if x.shape and _away(x):
-                stores.bring("opt_state brought here", x)
-                stores.wrote(x, x.local_bytes)
 
     def _stream(self, ledger: Ledger, stores: StoresModel) -> None:
         """See `executor.stream`: each lane's buffers grow to the largest part that it has held."""
@@ -240,6 +265,12 @@ class Update:
         outbox.settle()
 
 
+def _whole(grads: list[Layout], state: list[Layout]) -> int:
+    """What a transform that needs whole leaves is given, and gives, of leaves that are cut: all at a time."""
+    cut, kept = [x for x in grads if x.is_flat], [x for x in state if x.is_flat]
+    return 3 * sum(x.n * x.dtype.itemsize for x in cut) + 2 * sum(x.n * x.dtype.itemsize for x in kept)
+
+
 def _parts(row: Row) -> Iterator[int]:
     """Elements of each part of a leaf."""
     widest = max(x.dtype.itemsize for x in row.operands)
@@ -264,7 +295,9 @@ def _small(layout: Layout) -> bool:
 
 
 def _tiles(layout: Layout) -> int:
-    """What goes through float64 at a time; see `transforms.norm`."""
+    """What goes through float64 at a time; see `transforms.norm`. A kernel needs nothing."""
+    if layout.dtype in FLOATS:
+        return 0
     n = math.prod(layout.local_shape)
     return 8 * min(n, layout.chunk if layout.chunk >= TILE // 2 else TILE)
 

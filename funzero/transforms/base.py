@@ -29,6 +29,9 @@ class Transform:
             `call(part, updates, state, params)` through which it runs them.
         resolve: evaluates masks and labels once on abstract global shapes; returns the transform to use from then on.
         fused: (kernel name, static arguments) for the executor to recognise, or None.
+        separate: whether each leaf is updated by itself: an update of some leaves, with their state and what in the
+            state is made from no param, gives these leaves and the latter what an update of all would. Then leaves that
+            do not live on the device come to it a few at a time, else (the safe default) all at once.
 
     `None` in the updates means that a leaf did not take part: its param and the state made from it stay as they are.
 
@@ -43,6 +46,7 @@ class Transform:
     parts: tuple["Transform", ...] = ()
     resolve: "Callable[[Any], Transform] | None" = None
     fused: tuple[str, tuple[Any, ...]] | None = None
+    separate: bool = False
 
     def __post_init__(self) -> None:
         if self.needs not in NEEDS:
@@ -102,6 +106,7 @@ def leafwise(
     needs: str = "element",
     fused: tuple[str, tuple[Any, ...]] | None = None,
     quantum: int = 1,
+    separate: bool = True,
 ) -> Transform:
     """A transform that is not a composite: it accepts `None` in its updates, and its state keeps its dtypes."""
 
@@ -111,7 +116,8 @@ def leafwise(
 
     if any(isinstance(x, Hyperparams) and x.live for x in (fused or (name, ()))[1]):
         fused = None  # a kernel reads its numbers from the state
-    return Transform(init, skip_missing(keep_dtypes, init), needs=needs, quantum=quantum, name=name, fused=fused)
+    run = skip_missing(keep_dtypes, init)
+    return Transform(init, run, needs=needs, quantum=quantum, name=name, fused=fused, separate=separate)
 
 
 def find_state(state: Any, keys: set[str], what: str) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def chain(*parts: Transform, name: str = "chain") -> Transform:
         name=name,
         parts=parts,
         resolve=lambda shapes: chain(*(resolved(p, shapes) for p in parts), name=name),
+        separate=all(p.separate for p in parts),
     )
 
 
@@ -170,4 +171,5 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any, *, name: 
         name=name,
         parts=tuple(active.values()),
         resolve=resolve,
+        separate=all(t.separate for t in active.values()),
     )

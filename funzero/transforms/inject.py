@@ -82,4 +82,5 @@ def _injected(build: Callable[[dict[str, Any]], Transform], given: dict[str, Any
         name="inject_hyperparams",
         parts=(first,),
         resolve=resolve,
+        separate=first.separate,
     )

@@ -66,6 +66,7 @@ def lookahead(
         quantum=fast_optimizer.quantum,
         name="lookahead",
         parts=() if opaque else (fast_optimizer,),
+        separate=fast_optimizer.separate and not reset_state,
         resolve=lambda shapes: lookahead(resolved(fast_optimizer, shapes), sync_period, slow_step_size, reset_state),
     )
 

@@ -28,7 +28,7 @@ def _is_finite() -> Transform:
             finite = finite & (count == 0)
         return updates, {"last_finite": finite}
 
-    return leafwise("is_finite", init, update, needs="norm")
+    return leafwise("is_finite", init, update, needs="norm", separate=False)
 
 
 def skip_nonfinite(inner: Transform, max_consecutive: int) -> Transform:

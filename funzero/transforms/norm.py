@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,12 +98,19 @@ class NormPlan:
         """The leaves that `sums` reads here, in its order; each is read once."""
         return [*self._small[0], *(row[0] for row in self._large)]
 
-    def sums(self, grads: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    def sums(
+        self,
+        grads: Sequence[torch.Tensor],
+        device: torch.device | None = None,
+        squares: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Sums of squares in their slots: float64 1-D, equal on all ranks.
 
         Args:
             grads: local leaves laid out as `layouts`. device: of the sums; default: that of the gradients.
+            squares: what `chunk_squares` does, its default.
         """
+        squares = squares or chunk_squares
         if device is None:
             device = grads[0].device if grads else torch.device("cpu")
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)
@@ -115,7 +122,7 @@ class NormPlan:
             flat = _compat.flatten_dense(parts).double()
             sums.index_add_(0, collectives.on_device(slots, device), flat.square())
         for i, first, end, chunk in self._large:
-            sums[first:end] = chunk_squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
+            sums[first:end] = squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
         if self._cut:
             mesh = self.layouts[0].mesh
             collectives.exact_sum(sums, mesh, mesh.names)

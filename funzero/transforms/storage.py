@@ -150,9 +150,13 @@ def update_stored(
     updates, new = tx.update(wide, open_state, base, call=call) if tx.parts else call(tx, wide, open_state, base)
     given = dict(zip(*tree_lib.flatten_with_paths(updates)[:2], strict=True))
     if policy.moments in LOW:
-        of = {n: n for n in tree_lib.paths(new)} | (owners or moments(tx, base))
+        of = owners or moments(tx, base)
         old = dict(zip(*tree_lib.flatten_with_paths(inner)[:2], strict=True))
-        new = tree_lib.map_with_path(lambda n, x: round_to(of[n], n, x, old[n].dtype), new)
+
+        def kept(n: str, x: torch.Tensor) -> torch.Tensor:
+            return round_to(of[n], n, x, old[n].dtype) if of.get(n) in given else x.to(old[n].dtype)
+
+        new = tree_lib.map_with_path(kept, new)
     return _applied(policy, params, base, given, new, extra, round_to)
 
 

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import placement, stream
+from funzero.executor import placement, portions, stream
 
 STAGES = (0, 1, 2, 3)
 WORLDS = SOME_WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.slow))
 
 
 @contextlib.contextmanager
-def border(bundle_bytes, part_bytes=stream.PART_BYTES):
-    """Within the block other leaves are large, and are streamed in other parts; ranks of a pool outlive a test."""
-    before = placement.BUNDLE_BYTES, stream.PART_BYTES
-    placement.BUNDLE_BYTES, stream.PART_BYTES = bundle_bytes, part_bytes
+def border(bundle_bytes, part_bytes=stream.PART_BYTES, portion_bytes=portions.PORTION_BYTES):
+    """Within the block other leaves are large, and come in other parts and portions; ranks of a pool outlive a test."""
+    before = placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES
+    placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES = bundle_bytes, part_bytes, portion_bytes
     try:
         yield
     finally:
-        placement.BUNDLE_BYTES, stream.PART_BYTES = before
+        placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES = before
 
 
 def linear(params, batch):

@@ -87,7 +87,7 @@ WINDOWS = [{}, {"accumulate": 2, "max_norm": 0.5}, {"calls": True, "max_norm": 0
 
 
 def run_parity(rank, world, folder, names, stages, part_bytes, whats=("opt_state",), bundle_bytes=64 * 1024):
-    with border(bundle_bytes, part_bytes):
+    with border(bundle_bytes, part_bytes, part_bytes):
         check_parity(folder, names, stages, whats)
 
 

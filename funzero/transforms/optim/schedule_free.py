@@ -74,6 +74,7 @@ def schedule_free(
         quantum=base_optimizer.quantum,
         name="schedule_free",
         parts=(base_optimizer,),
+        separate=base_optimizer.separate,
         resolve=lambda shapes: schedule_free(resolved(base_optimizer, shapes), learning_rate, b1, weight_lr_power),
     )
 
