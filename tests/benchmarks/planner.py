@@ -3,17 +3,21 @@
 Each run is in processes of its own. Where some leaves live elsewhere, malloc is as the library sets it. Where all are on the
 device, it is told to give memory from 128 KiB on back at once. That is glibc's own starting value, but by default it grows
 to 32 MiB as memory is freed, and from then on much of what is freed stays with the process: what that does to the growth is
-printed as well, and nothing holds it to the plan. A rank of a run is `python -m tests.benchmarks.planner LAYOUT FOLDER`; it
-prints a JSON line.
+printed as well, and nothing holds it to the plan. Two layouts run under RLIMIT_DATA, which their state exceeds by the
+factor `limit`, counted above a process that has trained a tiny model. A rank of a run is
+`python -m tests.benchmarks.planner LAYOUT FOLDER`; it prints a JSON line.
 """
 
 import dataclasses
+import functools
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ MB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One way to train the model. rows: of a rank's batch. memory: by field. budget: MB."""
+    """One way to train the model. rows: of a rank's batch. memory: by field. budget: MB. limit: state over memory."""
 
     ranks: int = 1
     stage: int = 0
@@ -41,6 +45,7 @@ class Layout:
     memory: tuple[tuple[str, str], ...] = ()
     remat: bool = False
     budget: int | None = None
+    limit: float | None = None
 
 
 ALL = ("params", "accum", "opt_state")
@@ -52,31 +57,50 @@ LAYOUTS = {
     "zero2-accumulate": Layout(2, 2, accumulate=2, rows=16),
     "zero3-budget": Layout(2, 3, budget=64),
     "zero3-all-disk": Layout(2, 3, accumulate=2, rows=16, memory=tuple((x, "disk") for x in ALL), budget=64),
+    "limit-3-all-disk": Layout(1, 3, rows=1, memory=tuple((x, "disk") for x in ALL), budget=32, limit=3),
+    "limit-1.3-opt-disk": Layout(1, 0, rows=1, memory=(("opt_state", "disk"),), limit=1.3),
 }
+TINY = {**MEDIUM, "vocab": 64, "width": 32, "heads": 2, "layers": 1}
 
 
-def work(layout: Layout, mesh: fz.Mesh, folder: str) -> tuple[Any, ...]:
-    """Model on meta, whole params, optimizer, specs, loss, batch and the options of a step."""
-    torch.manual_seed(0)
-    model = GPT(**MEDIUM)
-    params, _ = fz.split_module(model)
-    params = {n: p.clone() for n, p in params.items()}
-    model.to("meta")
+def work(layout: Layout, shape: dict[str, int], mesh: fz.Mesh, folder: str) -> tuple[Any, ...]:
+    """Init thunks, optimizer, specs, loss, batch and the options of a step."""
+    with torch.device("meta"):
+        model = GPT(**shape)
+    thunks = {n: functools.partial(_drawn, tuple(p.shape)) for n, p in fz.split_module(model)[0].items()}
     tx = fz.adamw(1e-4, weight_decay=1e-2)
-    specs = fz.zero_specs(fz.eval_shape(params), tx, mesh, stage=layout.stage)
+    specs = fz.zero_specs(fz.eval_shape(thunks), tx, mesh, stage=layout.stage)
     if layout.memory:
         specs = fz.with_memory(specs, {f"{field}/**": kind for field, kind in layout.memory}, folder=folder)
-    batch = tuple(torch.randint(0, MEDIUM["vocab"], (layout.rows, CONTEXT)) for _ in range(2))
+    torch.manual_seed(0)
+    batch = tuple(torch.randint(0, shape["vocab"], (layout.rows, CONTEXT)) for _ in range(2))
     budget = None if layout.budget is None else layout.budget * MB
     remat = {"blocks.*": "nothing"} if layout.remat else None
     options = {"accumulate": layout.accumulate, "remat": remat, "gather_budget": budget}
-    return params, tx, specs, lambda p, b: fz.functional_call(model, p, *b), batch, options
+    return thunks, tx, specs, lambda p, b: fz.functional_call(model, p, *b), batch, options
 
 
-def rss_mb() -> float:
-    """VmRSS of this process."""
+def _drawn(shape: tuple[int, ...], key: torch.Tensor) -> torch.Tensor:
+    return fz.random.normal(key, shape) * 0.02
+
+
+def tighten(layout: Layout, mesh: fz.Mesh, folder: str) -> None:
+    """Sets the limit, if the layout has one."""
+    if layout.limit is None:
+        return
+    threading.stack_size(1 << 20)  # RLIMIT_DATA counts what stacks reserve, 8 MB each if nothing is said
+    thunks, tx, specs, loss_fn, batch, options = work(Layout(), TINY, mesh, folder)
+    fz.make_step(loss_fn, tx, specs=specs, **options)(fz.init_state(thunks, tx, specs=specs), batch)
+    specs = work(layout, MEDIUM, mesh, folder)[2]
+    state = sum(x.local_bytes for x in specs.fields.values())
+    most = round(status_mb("VmData") * MB + state / layout.limit)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def status_mb(name: str) -> float:
+    """A line of this process's status, such as "VmRSS"."""
     with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmRSS"))
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith(name))
 
 
 def one(name: str, folder: str) -> None:
@@ -84,15 +108,15 @@ def one(name: str, folder: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     layout, mesh = LAYOUTS[name], fz.make_mesh(dp=-1)
-    params, tx, specs, loss_fn, batch, options = work(layout, mesh, folder)
-    made = fz.plan(loss_fn, fz.abstract_state(params, tx, specs=specs), batch, tx=tx, **options)
-    state = fz.init_state(params, tx, specs=specs)
+    tighten(layout, mesh, folder)
+    thunks, tx, specs, loss_fn, batch, options = work(layout, MEDIUM, mesh, folder)
+    made = fz.plan(loss_fn, fz.abstract_state(thunks, tx, specs=specs), batch, tx=tx, **options)
+    state = fz.init_state(thunks, tx, specs=specs)
     held = {m: sum(x.nbytes for x, y in _leaves(state) if y == m) for m in ("device", "host", "disk")}
     step = fz.make_step(loss_fn, tx, specs=specs, max_norm=1.0, **options)
-    del params
     store = DISK.in_folder(folder)
     reset_peak()
-    before, start = rss_mb(), (0, 0)
+    before, start = status_mb("VmRSS"), (0, 0)
     for i in range(STEPS):
         state, metrics = step(state, batch)
         if i == 0:  # which recorded
