@@ -11,11 +11,21 @@ from funzero.core import tree as tree_lib
 from funzero.core.spec import Specs
 from funzero.executor.dispatch import Adam, Lion, Momentum, Rule
 from funzero.transforms.base import Hyperparams, Transform
+from funzero.transforms.blockwise import positive_book, signed_book
 from funzero.transforms.chain import part_names
 
 Reader = Callable[[list[torch.Tensor]], float]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of params and gradients
 MOMENTS = (torch.float32, torch.bfloat16)
+CODED = (torch.uint8, torch.float32)  # codes, and their scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """How a moment is kept in codes. book: float32 on the CPU. block: elements that share a scale."""
+
+    book: torch.Tensor
+    block: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +33,8 @@ class FusedChain:
     """An optimizer that one kernel runs: where its parts lie among the leaves of opt_state.
 
     Attributes:
-        moments: of each trained leaf, in the kernel's order. count: of each trained leaf; empty if there are none.
+        moments: of each trained leaf, in the kernel's order; those in codes with their scales in turn. codes: of each moment;
+        empty if they are floats. count: of each trained leaf; empty if there are none.
         decays: whether a trained leaf decays. schedule_counts: what its schedules count by.
         rule: the kernel's hyper-parameters, from those that `read` gives. hyper: readers of the hyper-parameters.
     """
@@ -34,6 +45,7 @@ class FusedChain:
     schedule_counts: list[int]
     rule: Callable[[dict[str, float]], Rule]
     hyper: dict[str, Reader]
+    codes: tuple[Codes, ...] = ()
 
     def read(self, opt_state: list[torch.Tensor]) -> dict[str, float]:
         """The hyper-parameters of the update that comes next."""
@@ -138,20 +150,33 @@ def match(tx: Transform, specs: Specs, names: list[str]) -> FusedChain | None:
         schedule_counts=[place[path] for path in (_count_path(e, part) for e, part in sources) if path in place],
         rule=(lambda h: direction.rule(h, *rest)) if direction else (lambda h: Momentum(h["learning_rate"])),
         hyper=hyper,
+        codes=direction.codes(*rest) if direction else (),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Direction:
-    """What a transform's kernel is. moments: its entries in the state. counts: whether it counts each leaf's updates."""
+    """What a transform's kernel is. moments: its entries in the state. counts: whether it counts each leaf's updates.
+    rule, codes: from its static arguments, see `FusedChain`."""
 
     moments: tuple[str, ...]
     counts: bool
     rule: Callable[..., Rule]
+    codes: Callable[..., tuple[Codes, ...]] = lambda *rest: ()
+
+
+def _in_8_bits(block: int) -> tuple[Codes, ...]:
+    return tuple(Codes(torch.from_numpy(book(8)), block) for book in (signed_book, positive_book))
 
 
 _DIRECTIONS: dict[Any, _Direction] = {
     "scale_by_adam": _Direction(("mu", "nu"), True, lambda h: Adam(h["learning_rate"], h["b1"], h["b2"], h["eps"])),
+    "scale_by_adam_8bit": _Direction(
+        ("mu", "mu_scale", "nu", "nu_scale"),
+        True,
+        lambda h, block: Adam(h["learning_rate"], h["b1"], h["b2"], h["eps"]),
+        _in_8_bits,
+    ),
     "scale_by_lion": _Direction(("mu",), False, lambda h: Lion(h["learning_rate"], h["b1"], h["b2"])),
     "trace": _Direction(("trace",), False, lambda h, nesterov: Momentum(h["learning_rate"], h["decay"], nesterov)),
 }

@@ -11,6 +11,7 @@ from funzero.core.spec import Layout
 from funzero.executor import dispatch
 from funzero.executor.dispatch import Batch, Draw, Leaf, Moment, Rule, Scale
 from funzero.executor.donate import make_writable
+from funzero.executor.fused import Codes
 from funzero.executor.stores import Arrival, Store, start_fetch, start_fetch_range, store_of
 from funzero.executor.stream import Operand, Part, parts, stream
 
@@ -54,7 +55,7 @@ class Targets:
 
     Attributes:
         layouts: of opt_state. moments, masters: places in it; no masters: an empty list. decays: whether a leaf decays.
-        pieces: of the params. grads: layouts of the gradients.
+        pieces: of the params. grads: layouts of the gradients. codes: see `FusedChain`.
     """
 
     layouts: Sequence[Layout]
@@ -63,6 +64,20 @@ class Targets:
     decays: list[bool]
     pieces: list[Piece]
     grads: Sequence[Layout]
+    codes: tuple[Codes, ...] = ()
+
+    def moments_of(self, kept: Sequence[torch.Tensor]) -> tuple[Moment, ...]:
+        """A leaf's moments, or a part of them, as a kernel takes them."""
+        if not self.codes:
+            return tuple(map(Moment, kept))
+        books = [(x.book.to(kept[0].device), x.block) for x in self.codes]
+        return tuple(Moment(*row, *book) for *row, book in zip(kept[::2], kept[1::2], books, strict=True))
+
+    @functools.cached_property
+    def per(self) -> tuple[int, ...]:
+        """How many elements of a leaf stand for one of what is at its `places`."""
+        kept = [n for x in self.codes for n in (1, x.block)] or [1] * len(self.moments[0] if self.moments else ())
+        return (*kept, 1) if self.masters else tuple(kept)
 
     @functools.cached_property
     def places(self) -> list[tuple[int, ...]]:
@@ -137,7 +152,7 @@ class KernelUpdate:
         make_writable(opt_state, targets.on_device, self.donate)
         make = functools.partial(self._leaf, targets, counts, draws)
         pieces = [params[i] if x is None else x.here(params[i]) for i, x in targets.views]
-        if targets.here and not draws:
+        if targets.here and not draws and not targets.codes:
             columns = [pieces, [grads[k] for k in targets.here] if targets.away else grads]
             columns += [[opt_state[i] for i in places] for places in targets.columns]
             batch = targets.batches.get(type(self.rule))
@@ -173,7 +188,7 @@ class KernelUpdate:
         return Leaf(
             tensors[0],
             tensors[1],
-            tuple(Moment(x) for x in tensors[2 : 2 + count]),
+            targets.moments_of(tensors[2 : 2 + count]),
             master=tensors[-1] if targets.masters else None,
             count=counts[k],
             weight_decay=self.weight_decay if targets.decays[k] else None,
@@ -194,13 +209,14 @@ class KernelUpdate:
                 self._written(params, piece.at, piece.kept, piece.begin),
                 Operand(grads[k], store=store_of(grad)),
             ]
-            operands += [self._written(opt_state, i, targets.layouts[i]) for i in targets.places[k]]
+            rows = zip(targets.places[k], targets.per, strict=True)
+            operands += [self._written(opt_state, i, targets.layouts[i], per=per) for i, per in rows]
             quantum = max((targets.layouts[i].spec.quantum for i in targets.places[k]), default=1)
             yield from parts(k, math.prod(grad.local_shape), operands, quantum)
 
-    def _written(self, leaves: list[torch.Tensor], i: int, layout: Layout, begin: int = 0) -> Operand:
+    def _written(self, leaves: list[torch.Tensor], i: int, layout: Layout, begin: int = 0, per: int = 1) -> Operand:
         """A leaf that is updated; in `leaves` it is replaced by the one that is written."""
         store, old = store_of(layout), leaves[i]
         new = leaves[i] = old if store is None else store.writable(old, self.donate)
         same = store is None or store.same_room(old, new)
-        return Operand(new if same else old, new, store, first=begin)
+        return Operand(new if same else old, new, store, per, begin)

@@ -116,7 +116,8 @@ class Selection:
         state = self.plan.specs.opt_state.layouts
         params = [self.plan.specs.params.layouts[i].dtype for i in self.params_at]
         kept = {state[i].dtype for k in self.chosen for i in found.moments[k]}
-        fits = {*params, *(x.dtype for x in self.layouts)} <= set(fused.FLOATS) and kept <= set(fused.MOMENTS)
+        fits = {*params, *(x.dtype for x in self.layouts)} <= set(fused.FLOATS)
+        fits = fits and kept <= set(fused.CODED if found.codes else fused.MOMENTS)
         fits = fits and all(state[i].dtype == torch.float32 for i in self.masters)
         return found if fits else None
 
@@ -161,14 +162,16 @@ class Selection:
         assert kernel is not None
         moments = [kernel.moments[i] for i in self.chosen]
         decays = [kernel.decays[i] for i in self.chosen]
-        return Targets(self.plan.specs.opt_state.layouts, moments, self.masters, decays, self.pieces, self.layouts)
+        state = self.plan.specs.opt_state.layouts
+        return Targets(state, moments, self.masters, decays, self.pieces, self.layouts, kernel.codes)
 
     def draws(self, flat: FlatState) -> list[tuple[Draw, ...]]:
         """For stochastic rounding: of each chosen leaf's param and moments; else empty."""
         if self.plan.policy.rounding != "stochastic":
             return []
         round_to = self.rounder(flat)
-        return [self._draws(round_to, i, at) for i, at in zip(self.chosen, self.targets.moments, strict=True)]
+        every = 2 if self.targets.codes else 1  # their scales are never rounded
+        return [self._draws(round_to, i, at[::every]) for i, at in zip(self.chosen, self.targets.moments, strict=True)]
 
     def _draws(self, round_to: Rounder, i: int, moments: tuple[int, ...]) -> tuple[Draw, ...]:
         """By the names that `update_stored` gives them."""

@@ -28,11 +28,13 @@ PASSING = ("updates", "float32 copies", "whole leaves")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Layouts of a trained leaf: of the param, its gradient, and its state as far as that is cut like it."""
+    """Layouts of a trained leaf: of the param, its gradient, and its state as far as that is cut like it. per: how many
+    elements stand for one of each of these."""
 
     param: Layout
     grad: Layout
     state: tuple[Layout, ...]
+    per: tuple[int, ...]
 
     @property
     def n(self) -> int:
@@ -83,11 +85,12 @@ class Update:
         """The trained leaves."""
         layouts = self.plan.specs.opt_state.layouts
         if self._selection is not None and self._selection.kernel is not None:
-            found = [tuple(layouts[i] for i in places) for places in self._selection.targets.places]
+            targets = self._selection.targets
+            found = [(tuple(layouts[i] for i in places), (1, 1, *targets.per)) for places in targets.places]
         else:
-            found = self._by_name()
+            found = [(state, (1,) * (2 + len(state))) for state in self._by_name()]
         params = [self.plan.specs.params.layouts[i] for i in self.plan.trained]
-        return [Row(*row) for row in zip(params, self._grads, found, strict=True)]
+        return [Row(p, g, *kept) for p, g, kept in zip(params, self._grads, found, strict=True)]
 
     def _by_name(self) -> list[tuple[Layout, ...]]:
         """State of each trained leaf: what is named after it and cut like it."""
@@ -225,7 +228,7 @@ class Update:
             for i, x in enumerate(row.operands):
                 if not _away(x):
                     continue
-                here += (size := n * x.dtype.itemsize)
+                here += (size := -(-n // row.per[i]) * x.dtype.itemsize)
                 if size > lane.get(i, 0):  # the old one goes when the new one is there
                     ledger.add("lanes", size, "host")
                     ledger.add("lanes", -lane.get(i, 0), "host")
@@ -273,7 +276,7 @@ def _whole(grads: list[Layout], state: list[Layout]) -> int:
 
 def _parts(row: Row) -> Iterator[int]:
     """Elements of each part of a leaf."""
-    widest = max(x.dtype.itemsize for x in row.operands)
+    widest = max(x.dtype.itemsize / per for x, per in zip(row.operands, row.per, strict=True))
     step = math.lcm(max((x.spec.quantum for x in row.state), default=1), mmap.PAGESIZE)
     size = max(1, int(PART_BYTES / widest) // step) * step
     for begin in range(0, max(1, row.n), size):

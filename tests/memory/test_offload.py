@@ -19,14 +19,14 @@ from funzero.executor.stores import HOST
 from tests.cases.common import border
 from tests.ranks import pool
 
-SHAPES = {"w": (37, 23), "b": (23,), "v": (23, 5), "tiny": (1,), "unused": (7,), "frozen": (5,)}
+SHAPES = {"w": (37, 241), "b": (241,), "v": (241, 5), "tiny": (1,), "unused": (7,), "frozen": (5,)}
 STEPS, BAD = 5, 2
 OPTIMIZERS = {
     "adamw": lambda: fz.adamw(fz.schedules.warmup_cosine(0.05, warmup=2, total=STEPS), weight_decay=0.1),
-    "momentum": lambda: fz.sgd(0.01, momentum=0.9, nesterov=True),
+    "momentum": lambda: fz.sgd(1e-4, momentum=0.9, nesterov=True),
     "lion": lambda: fz.lion(1e-2),
     "composed": lambda: fz.chain(fz.clip(0.5), fz.scale_by_adam(), fz.scale_by_learning_rate(0.01)),
-    "sgd": lambda: fz.sgd(0.01),
+    "sgd": lambda: fz.sgd(1e-4),
     "8bit": lambda: fz.adamw_8bit(0.01, block_size=64),
 }
 

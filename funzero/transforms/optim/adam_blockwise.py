@@ -97,7 +97,7 @@ def _scale_by_adam(bits: int, b1: Scalar, b2: Scalar, eps: Scalar, block: int) -
         out = tree_lib.map(lambda u, g: u.to(g.dtype), named.pop("out"), updates)
         return out, {**hyper.advance(state), **named}
 
-    return leafwise(name, init, update, quantum=block)
+    return leafwise(name, init, update, quantum=block, fused=(name, (hyper, block)) if bits == 8 else None)
 
 
 def adamw_8bit(
