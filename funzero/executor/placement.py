@@ -43,7 +43,7 @@ class Placement:
     @functools.cached_property
     def lazy(self) -> dict[int, Layout]:
         """The params that come on use: those that are cut or kept elsewhere, and too large to travel in a bundle."""
-        return {i: x for i, x in enumerate(self.layouts) if (x.is_flat or store_of(x)) and _large(x)}
+        return {i: x for i, x in enumerate(self.layouts) if (x.is_flat or store_of(x)) and is_large(x)}
 
     @functools.cached_property
     def forms(self) -> Forms:
@@ -85,7 +85,7 @@ class Placement:
     def micro_routes(self) -> dict[int, tuple[Layout, bool]]:
         """Large gradients that are reduced in every micro-batch, by trained leaf."""
         accum = self.plan.specs.accum.layouts
-        return {i: (self.plan.travelling(x), False) for i, x in enumerate(accum) if x.is_flat and _large(x)}
+        return {i: (self.plan.travelling(x), False) for i, x in enumerate(accum) if x.is_flat and is_large(x)}
 
     @functools.cached_property
     def window_routes(self) -> dict[int, tuple[Layout, bool]]:
@@ -93,7 +93,7 @@ class Placement:
         routes = {}
         for i, (a, g) in enumerate(zip(self.plan.specs.accum.layouts, self.plan.specs.grads.layouts, strict=True)):
             open_axes = tuple(x for x in a.spec.unreduced if a.mesh.axis_size(x) > 1)
-            if a.is_flat or not open_axes or not _large(a):
+            if a.is_flat or not open_axes or not is_large(a):
                 continue
             if g.is_flat and set(open_axes) == {x for x in g.spec.flat if g.mesh.axis_size(x) > 1}:
                 routes[i] = (self.plan.travelling(g), False)
@@ -109,8 +109,9 @@ class Placement:
     @functools.cached_property
     def early(self) -> frozenset[int]:
         """Those of them that are large: their gradients are added as they come."""
-        return frozenset(k for k in self.sums_away if _large(self.plan.specs.accum.layouts[k]))
+        return frozenset(k for k in self.sums_away if is_large(self.plan.specs.accum.layouts[k]))
 
 
-def _large(layout: Layout) -> bool:
+def is_large(layout: Layout) -> bool:
+    """Whether a leaf travels alone."""
     return layout.n * layout.dtype.itemsize >= BUNDLE_BYTES

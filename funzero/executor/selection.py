@@ -13,6 +13,7 @@ from funzero.executor import fused
 from funzero.executor.dispatch import Draw
 from funzero.executor.flat import FlatState
 from funzero.executor.kernel_update import Piece, Targets
+from funzero.executor.placement import is_large
 from funzero.executor.plan import Plan
 from funzero.executor.portions import Portion, portions, whole
 from funzero.executor.reduce import ReducePlan, or_zeros
@@ -50,9 +51,10 @@ class Selection:
             window.sums = []
             return done
         found = window.final | dict(zip(here, done, strict=True))
-        for i in left:
-            if i in self.away:
-                found[i] = self._reduced_away(i, window)
+        away = [i for i in left if i in self.away]
+        small = [i for i in away if not is_large(self.plan.specs.grads.layouts[i])]
+        for group in (small, *([i] for i in away if i not in small)):
+            self._reduce_away(group, window, found)
         window.outbox.settle()
         window.sums, window.final = [], {}
         return [found[i] for i in self.chosen]
@@ -78,14 +80,18 @@ class Selection:
             done = [x.to(accum[i].dtype) for x, i in zip(done, left, strict=True)]
         return done
 
-    def _reduced_away(self, i: int, window: Window) -> torch.Tensor:
-        """One leaf's sum, which is kept elsewhere: where there is nothing to add up it stays as it is."""
-        held, accum, grads = window.sums[i], self.plan.specs.accum.layouts[i], self.plan.specs.grads.layouts[i]
-        if held is not None and accum.local_shape == grads.local_shape and accum.mesh.size(accum.spec.unreduced) == 1:
-            return held
-        here = None if held is None else fetch(held, accum)
-        window.sums[i] = held = None  # so that its room can be used again
-        return window.outbox.put(self._reduced((i,), [here])[0], grads)
+    def _reduce_away(self, group: list[int], window: Window, found: dict[int, torch.Tensor]) -> None:
+        """Leaves whose sums are kept elsewhere, together: those with nothing to add up stay as they are."""
+        accum, grads = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts
+        same = [i for i in group if accum[i].local_shape == grads[i].local_shape]
+        same = [i for i in same if accum[i].mesh.size(accum[i].spec.unreduced) == 1 and window.sums[i] is not None]
+        found |= {i: window.sums[i] for i in same}
+        todo = [i for i in group if i not in same]
+        here = [x if x is None else fetch(x, accum[i]) for i, x in ((i, window.sums[i]) for i in todo)]
+        for i in todo:
+            window.sums[i] = None  # so that its room can be used again
+        for i, x in zip(todo, self._reduced(tuple(todo), here), strict=True):
+            found[i] = window.outbox.put(x, grads[i])
 
     @functools.cached_property
     def reduced(self) -> bool:
