@@ -79,6 +79,7 @@ class ComposedUpdate:
         """
         todo, mesh = self.selection.portions, self.selection.plan.mesh
         lone = len(todo) == 1
+        self.flat.spoilt |= self.donate and lone  # an update that has begun, by the contract
         found = torch.zeros((), dtype=torch.int64, device=mesh.device)
         coming = [self._start(todo[0])]
         for portion, following in itertools.zip_longest(todo, todo[1:]):
@@ -132,10 +133,16 @@ class ComposedUpdate:
         params, state = update_stored(selection.tx, policy, *trees, self._round_to, owners=owners, call=caller)
         after = dict(zip(*tree_lib.flatten_with_paths(params)[:2], strict=True))
         layouts = selection.plan.specs.opt_state.layouts
+        written = {x.untyped_storage().data_ptr() for x in here.params.values()}
+
+        def kept(i: int, x: torch.Tensor) -> torch.Tensor:
+            x = x.to(layouts[i].dtype)  # a state may keep the params that were
+            return x.clone() if x.untyped_storage().data_ptr() in written else x
+
         return Values(
             {k: after[selection.names[k]] for k in portion.chosen},
             {},
-            {i: x.to(layouts[i].dtype) for i, x in zip(portion.state, tree_lib.leaves(state), strict=True)},
+            {i: kept(i, x) for i, x in zip(portion.state, tree_lib.leaves(state), strict=True)},
         )
 
     def _spoilt(self, old: Values, new: Values) -> torch.Tensor:
@@ -159,14 +166,13 @@ class ComposedUpdate:
             self._state[i] = self._outbox.put(value, layout, self.flat.opt_state[i], donate=donate)
 
     def _adopt(self) -> None:
+        self.flat.spoilt |= self.donate
         make_writable(self.flat.params, self.selection.params_here, self.donate)
         for k, x in self._pieces.items():
-            value = self._params.pop(k)
             if x.store is None:
-                x.here(self.flat.params[x.at]).copy_(value)
+                x.here(self.flat.params[x.at]).copy_(self._params.pop(k))
             else:
-                self.flat.params[x.at] = value
-            del value
+                self.flat.params[x.at] = self._params.pop(k)
         for i, value in self._state.items():
             self.flat.opt_state[i] = value
         make_whole(self.selection, self.flat)

@@ -18,6 +18,7 @@ class FlatState:
 
     Attributes:
         old: all leaves of the state that came in, those of its window last. treedef: its structure with an empty window.
+        spoilt: whether some of them may have been written over.
     """
 
     step: torch.Tensor
@@ -30,6 +31,7 @@ class FlatState:
     accum: Any
     old: list[torch.Tensor]
     treedef: Any
+    spoilt: bool = False
 
     @property
     def scale(self) -> torch.Tensor | None:

@@ -70,14 +70,18 @@ class Targets:
         """A leaf's moments, or a part of them, as a kernel takes them."""
         if not self.codes:
             return tuple(map(Moment, kept))
-        books = [(x.book.to(kept[0].device), x.block) for x in self.codes]
-        return tuple(Moment(*row, *book) for *row, book in zip(kept[::2], kept[1::2], books, strict=True))
+        return tuple(Moment(*row, *book) for *row, book in zip(kept[::2], kept[1::2], self._books, strict=True))
+
+    @functools.cached_property
+    def _books(self) -> list[tuple[torch.Tensor, int]]:
+        return [(x.book.to(self.grads[0].mesh.device), x.block) for x in self.codes]
 
     @functools.cached_property
     def per(self) -> tuple[int, ...]:
         """How many elements of a leaf stand for one of what is at its `places`."""
-        kept = [n for x in self.codes for n in (1, x.block)] or [1] * len(self.moments[0] if self.moments else ())
-        return (*kept, 1) if self.masters else tuple(kept)
+        if self.codes:
+            return (*(n for x in self.codes for n in (1, x.block)), *((1,) if self.masters else ()))
+        return (1,) * max(map(len, self.places), default=0)
 
     @functools.cached_property
     def places(self) -> list[tuple[int, ...]]:

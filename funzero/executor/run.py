@@ -280,7 +280,7 @@ class Runner:
         try:
             found = update_leaves(selection, flat, clipped, largest, skip, donate)
         except BaseException:
-            if donate:
+            if donate and (flat.spoilt or flat.accum is not EMPTY_NODE):  # sums are divided where they lie
                 poison(flat.old, spent=True)
             raise
         if skip is not None:

@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from funzero import _compat
+from funzero.core import tree as tree_lib
 from funzero.core.direct import aligned_empty, file_system, free_bytes
 from funzero.core.spec import Layout
 from funzero.core.state import StateSpecs
@@ -240,12 +241,15 @@ def check_room(specs: StateSpecs, *, twice: bool = False) -> None:
     """Raises OSError if what this rank will keep on disk, its accumulator included, is more than is free there.
 
     Args:
-        twice: for an update that writes params and opt_state to new rooms before the old ones are given back.
+        twice: for an update that writes trained params and opt_state to new rooms before the old ones are given back.
     """
+    trained = set(tree_lib.paths(specs.grads.tree))
+    params = zip(tree_lib.paths(specs.params.tree), specs.params.layouts, strict=True)
+    anew = [*(x for name, x in params if name in trained), *specs.opt_state.layouts] if twice else []
     needed: dict[str | None, int] = {}
     pairs = zip(specs.accum.layouts, specs.grads.layouts, strict=True)
     sums = [max(pair, key=lambda x: x.local_bytes) for pair in pairs]  # one becomes the other
-    for x in (*(*specs.params.layouts, *specs.opt_state.layouts) * (2 if twice else 1), *sums):
+    for x in (*specs.params.layouts, *specs.opt_state.layouts, *anew, *sums):
         if x.spec.memory == "disk":
             needed[x.spec.folder] = needed.get(x.spec.folder, 0) + x.local_bytes
     for name, nbytes in needed.items():
@@ -325,7 +329,7 @@ class Outbox:
 
     def write(self, store: Store, leaf: torch.Tensor, begin: int, values: torch.Tensor) -> None:
         """Starts to write elements from `begin` on."""
-        data = values.detach().reshape(-1).cpu()
+        data = values.detach().reshape(-1).cpu().contiguous()
         while self._flying and self._bytes + data.nbytes > self._limit:
             self._land()
         self._flying.append((store.write(leaf, begin, data), data))

@@ -165,6 +165,7 @@ def _update_fused(selection: Selection, flat: FlatState, grads: list[torch.Tenso
     make_writable(flat.params, selection.params_here, update.donate)
     make_writable(flat.opt_state, kernel.schedule_counts, update.donate)
     draws = selection.draws(flat)
+    flat.spoilt |= update.donate
     counts = kernel.advance(flat.opt_state, selection.chosen, update.skip)
     update.run(targets, counts, grads, flat.params, flat.opt_state, draws)
     make_whole(selection, flat)

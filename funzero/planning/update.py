@@ -241,7 +241,7 @@ class Update:
         ledger.add("lanes", -sum(sum(lane.values()) for lane in buffers), "host")
 
     def _whole_again(self, ledger: Ledger, stores: StoresModel) -> None:
-        """Params that are kept whole elsewhere and were updated in ranges; see `executor.update._make_whole`."""
+        """Params that are kept whole elsewhere and were updated in ranges; see `executor.regather.make_whole`."""
         rows = self.rows
         cut = [r.grad if r.grad.is_flat and not r.param.is_flat else None for r in rows]
         outbox, before = OutboxModel(ledger), 0

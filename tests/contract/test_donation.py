@@ -22,11 +22,41 @@ def test_a_failure_in_the_update_spends_only_a_donated_state(donate):
     step = fz.make_step(lambda p, b: p["w"].sum(), tx, donate=donate)
     with pytest.raises(ArithmeticError):
         step(state, {})
-    if donate:
+    check_spent(state, donate)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("make", [fz.adam, lambda rate: fz.chain(fz.scale_by_adam(), fz.scale(-rate))])
+def test_a_failure_after_leaves_have_changed_spends_a_donated_state(make, donate, monkeypatch):
+    def fails(selection, flat):
+        raise ArithmeticError("no gather")
+
+    monkeypatch.setattr("funzero.executor.update.make_whole", fails)
+    monkeypatch.setattr("funzero.executor.composed.make_whole", fails)
+    tx, params = make(0.1), {"w": torch.ones(2)}
+    state, step = fz.init_state(params, tx), fz.make_step(lambda p, b: p["w"].sum(), tx, donate=donate)
+    with pytest.raises(ArithmeticError):
+        step(state, {})
+    check_spent(state, donate)
+
+
+def check_spent(state, spent):
+    if spent:
         with pytest.raises(fz.SpentStateError, match="restore a checkpoint"):
             state.params["w"] + 1
     else:
         assert state.params["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_state_may_keep_the_params_that_were():
+    def update(updates, state, params=None):
+        return fz.tree.map(lambda g: -g, updates), {"old": params}
+
+    tx = fz.Transform(lambda params: {"old": fz.tree.map(torch.zeros_like, params)}, update, needs="element")
+    state, step = fz.init_state({"w": torch.ones(2)}, tx), fz.make_step(lambda p, b: p["w"].sum(), tx)
+    for i in range(3):
+        state, _ = step(state, {})
+        assert state.opt_state["old"]["w"].tolist() == [1.0 - i] * 2 and state.params["w"].tolist() == [-float(i)] * 2
 
 
 def test_a_resharded_state_does_not_poison_the_one_it_came_from():

@@ -63,7 +63,7 @@ def run(what, allowed, folder, optimizer):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mapped memory on Linux only")
-@pytest.mark.parametrize("optimizer", ["adamw", "chain"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("chain", marks=pytest.mark.slow)])
 def test_a_state_of_three_times_the_memory_trains_from_disk(optimizer, tmp_path):
     right = json.loads(run("none", 0, tmp_path, optimizer).stdout)
     for what, times in (("**", 3), ("opt_state/**", 1.3))[: 2 if optimizer == "adamw" else 1]:

@@ -1,9 +1,12 @@
 """Optimizers without a kernel work on leaves that live elsewhere a few at a time, and give the numbers of all at once."""
 
+import errno
+
 import pytest
 import torch
 
 import funzero as fz
+from funzero.core.direct import DirectFile
 from funzero.executor import stores
 from funzero.executor.composed import ComposedUpdate
 from funzero.executor.plan import Plan
@@ -126,17 +129,52 @@ def test_a_refused_update_writes_over_nothing(monkeypatch):
 
 
 def test_room_for_new_values_is_asked_for(tmp_path, monkeypatch):
-    made = {n: torch.ones(1000, 10) for n in "ab"}
+    """Twice that of what an optimizer without a kernel updates; frozen leaves stay where they are."""
+    made = {n: torch.ones(1000, 10) for n in "abf"}
     for tx, times in ((fz.adam(0.1), 1), (fz.chain(fz.scale_by_adam(), fz.clip(1.0), fz.scale(-0.1)), 2)):
-        specs = fz.zero_specs(made, tx, fz.make_mesh(), stage=0)
+        specs = fz.zero_specs(made, tx, fz.make_mesh(), stage=0, trainable={"f": False})
         specs = fz.with_memory(specs, {"params/**": "disk", "opt_state/**": "disk"}, folder=tmp_path)
-        needed = times * 3 * 2 * 40_000
+        needed = (times * 3 * 2 + 1) * 40_000
         with border(64 * 1024, portion_bytes=1):
             monkeypatch.setattr(stores, "free_bytes", lambda folder, free=needed - 1: free)
             with pytest.raises(OSError, match=f"take {needed} bytes, {needed - 1} are free"):
                 fz.init_state(made, tx, specs=specs)
             monkeypatch.setattr(stores, "free_bytes", lambda folder, free=needed: free)
             fz.init_state(made, tx, specs=specs)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_disk_that_fills_up_in_a_portion_spends_nothing(donate, tmp_path, monkeypatch):
+    tx, made = TABLE["rmsprop"](), params()
+    specs = fz.with_memory(fz.zero_specs(made, tx, fz.make_mesh(), stage=0), {"**": "disk"}, folder=tmp_path)
+    state = fz.init_state(made, tx, specs=specs)
+    before = [x.clone() for x in fz.tree.leaves((state.params, state.opt_state))]
+    step = fz.make_step(loss_fn, tx, specs=specs, donate=donate)
+    batch = {"rows": torch.ones(2, dtype=torch.float64), "t": 0}
+    with border(64 * 1024, portion_bytes=1):
+        with monkeypatch.context() as patch:
+            reserve, calls = DirectFile.reserve, []
+
+            def full(self, begin, end):
+                calls.append(begin)
+                if len(calls) > 9:
+                    raise OSError(errno.ENOSPC, "full")
+                reserve(self, begin, end)
+
+            patch.setattr(DirectFile, "reserve", full)
+            with pytest.raises(OSError, match="full"):
+                step(state, batch)
+        assert all(map(torch.equal, fz.tree.leaves((state.params, state.opt_state)), before))
+        state, metrics = step(state, batch)
+    assert not metrics.skipped and not torch.equal(state.params["a"], before[0])
+
+
+def test_a_gradient_that_is_one_number_spread_out(tmp_path):
+    made, tx = {"u": torch.ones(3)}, fz.sgd(1.0)
+    specs = fz.with_memory(fz.zero_specs(made, tx, fz.make_mesh(), stage=0), {"**": "disk"}, folder=tmp_path)
+    state = fz.init_state(made, tx, specs=specs)
+    state, _ = fz.make_step(lambda p, b: p["u"].sum() * b.sum(), tx, specs=specs)(state, torch.ones(2))
+    assert (state.params["u"] + 0).tolist() == [-1.0] * 3
 
 
 def test_no_more_than_two_portions_are_here_at_a_time(monkeypatch):

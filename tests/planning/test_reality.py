@@ -113,7 +113,7 @@ AWAY = [
     ("world", "stage", "memory"),
     [
         (1, 0, "host"),
-        (1, 0, "disk"),
+        pytest.param(1, 0, "disk", marks=SLOW),
         (2, 3, "disk"),
         pytest.param(2, 3, "host", marks=SLOW),
         *(pytest.param(2, stage, memory, marks=SLOW) for stage in range(3) for memory in ("host", "disk")),
