@@ -85,7 +85,7 @@ class Selection:
         accum, grads = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts
         same = [i for i in group if accum[i].local_shape == grads[i].local_shape]
         same = [i for i in same if accum[i].mesh.size(accum[i].spec.unreduced) == 1 and window.sums[i] is not None]
-        found |= {i: window.sums[i] for i in same}
+        found |= {i: x for i in same if (x := window.sums[i]) is not None}
         todo = [i for i in group if i not in same]
         here = [x if x is None else fetch(x, accum[i]) for i, x in ((i, window.sums[i]) for i in todo)]
         for i in todo:
