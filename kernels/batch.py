@@ -1,16 +1,19 @@
 """Updates of the same many leaves again and again: checked and laid out once, then a pointer for each tensor is all it costs."""
 
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import checks, reference, run
 from .backends import backend
-from .cpu.library import Library
+from .cpu.library import DTYPES, RUN, Library
 from .reference import Leaf, Moment, Rule, Scale
 
+_dtype = operator.attrgetter("dtype")
 Columns = Sequence[Sequence[torch.Tensor]]
 
 
@@ -94,3 +97,39 @@ class Batch:
             kept = tuple(Moment(x) for x in rest)
             made.append(Leaf(param, grad, kept, master, count, weight_decay if decays else None))
         return made
+
+
+class Squares:
+    """Sums of squares of the same many tensors on the CPU, again and again; see `ops.square_sum`.
+
+    Args:
+        rows: (elements, chunk, place of the first sum, dtype) of each tensor.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, int, int, torch.dtype]]):
+        if any(dtype not in checks.FLOATS or chunk < 1 for _, chunk, _, dtype in rows):
+            raise ValueError(f"expected dtypes among {checks.FLOATS} and chunks of at least 1, got {rows}")
+        self._given = list(rows)
+        self._sizes, self._dtypes = [n for n, *_ in rows], [dtype for *_, dtype in rows]
+        self._size = max((first - -n // chunk for n, chunk, first, _ in rows), default=0)
+        self._runs = np.array([(0, n, chunk, 0, DTYPES[dtype]) for n, chunk, _, dtype in rows], RUN)
+        self._first = np.array([8 * first for _, _, first, _ in rows], np.uint64)
+        self._busy = threading.Lock()
+
+    def fill(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], threads: int) -> None:
+        """Writes the sums of each tensor to its places of `out`, float64 1-D; all are contiguous.
+
+        Raises ValueError for tensors of other sizes or dtypes than were told.
+        """
+        fits = list(map(torch.Tensor.numel, tensors)) == self._sizes and out.numel() >= self._size
+        if not fits or list(map(_dtype, tensors)) != self._dtypes:
+            raise ValueError("the tensors have other sizes or dtypes than those that were told")
+        found = backend("cpu")
+        if not isinstance(found, Library):
+            for x, (n, chunk, first, _) in zip(tensors, self._given, strict=True):
+                out[first : first - -n // chunk] = found.square_sum(x.view(-1), chunk, threads)
+            return
+        with self._busy:
+            self._runs["x"] = list(map(torch.Tensor.data_ptr, tensors))
+            self._runs["out"] = self._first + np.uint64(out.data_ptr())
+            found.square_sums(self._runs, threads)

@@ -1,13 +1,15 @@
 """The kernels that the executor uses: the only importer of `funzero_kernels`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from funzero.transforms.norm import chunk_squares
+from funzero.core.spec import Layout
+from funzero.transforms.norm import NormPlan
 from funzero_kernels import ops
-from funzero_kernels.batch import Batch
+from funzero_kernels.batch import Batch, Squares
 from funzero_kernels.checks import FLOATS
 from funzero_kernels.ops import UNSCALED, Adam, Draw, Leaf, Lion, Moment, Momentum, Rule, Scale
 
@@ -20,9 +22,9 @@ __all__ = [
     "Lion",
     "Moment",
     "Momentum",
+    "NormKernel",
     "Rule",
     "Scale",
-    "square_sums",
     "update",
     "update_batch",
 ]
@@ -40,8 +42,33 @@ def update_batch(batch: Batch, *how: Any, skip: torch.Tensor | None) -> None:
         batch.update(*how, torch.get_num_threads())
 
 
-def square_sums(flat: torch.Tensor, chunk: int) -> torch.Tensor:
-    """`chunk_squares`, by the kernel where there is one for it: other bits, but as equal for every layout."""
-    if flat.device.type != "cpu" or flat.dtype not in FLOATS:
-        return chunk_squares(flat, chunk)
-    return ops.square_sum(flat, chunk, torch.get_num_threads())
+class NormKernel:
+    """Sums of squares by a kernel: other bits than `NormPlan`'s own, but as equal for every layout.
+
+    Args:
+        plan: of leaves on the CPU whose dtypes a kernel takes.
+    """
+
+    def __init__(self, plan: NormPlan):
+        self.order = [i for i, _, _ in plan.rows]
+        rows = [(plan.layouts[i], first, chunk) for i, first, chunk in plan.rows]
+        self._rows = [(math.prod(x.local_shape), chunk, first, x.dtype) for x, first, chunk in rows]
+        self._all = Squares(self._rows)
+
+    @staticmethod
+    def of(plan: NormPlan) -> "NormKernel | None":
+        """None for leaves that no kernel takes."""
+        return NormKernel(plan) if all(x.dtype in FLOATS and _on_cpu(x) for x in plan.layouts) else None
+
+    def fill(self, sums: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+        """See `NormPlan.sums`."""
+        self._all.fill(sums, [grads[i] for i in self.order], torch.get_num_threads())
+
+    def fill_one_by_one(self, sums: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
+        """The same of leaves that come when they are asked for."""
+        for i, row in zip(self.order, self._rows, strict=True):
+            Squares([row]).fill(sums, [grads[i]], torch.get_num_threads())
+
+
+def _on_cpu(layout: Layout) -> bool:
+    return layout.mesh.device.type == "cpu"

@@ -10,7 +10,7 @@ from funzero.core import tree as tree_lib
 from funzero.core.collectives import Group, travel_groups
 from funzero.core.spec import Layout
 from funzero.executor import fused
-from funzero.executor.dispatch import Draw
+from funzero.executor.dispatch import Draw, NormKernel
 from funzero.executor.flat import FlatState
 from funzero.executor.kernel_update import Piece, Targets
 from funzero.executor.placement import is_large
@@ -107,6 +107,11 @@ class Selection:
     def norm(self) -> NormPlan:
         """The plan of the global norm."""
         return NormPlan(self.layouts)
+
+    @functools.cached_property
+    def norm_kernel(self) -> NormKernel | None:
+        """What takes the sums of squares in its place, if the leaves are such."""
+        return NormKernel.of(self.norm)
 
     @functools.cached_property
     def names(self) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from funzero.core.spec import Layout
 from funzero.executor import fused
 from funzero.executor.composed import ComposedUpdate
-from funzero.executor.dispatch import UNSCALED, Scale, square_sums
+from funzero.executor.dispatch import UNSCALED, Scale
 from funzero.executor.donate import make_writable, private
 from funzero.executor.flat import FlatState
 from funzero.executor.kernel_update import KernelUpdate
@@ -19,7 +19,7 @@ from funzero.executor.regather import make_whole
 from funzero.executor.selection import Selection
 from funzero.executor.sound import first_spoilt
 from funzero.executor.stores import Arrival, start_fetch
-from funzero.transforms.norm import clip_factor
+from funzero.transforms.norm import clip_factor, host_clip_factor
 
 
 class Clipped(NamedTuple):
@@ -45,24 +45,22 @@ def clip(
     options: StepOptions,
 ) -> "Clipped":
     """Gradients divided and clipped: at once, or when they are read again, if some live elsewhere or a kernel does it."""
-    on_host = weight.device.type == "cpu"
+    if not all(map(torch.Tensor.is_contiguous, grads)):
+        grads = [g.contiguous() for g in grads]
+    if selection.kernel is not None and (weight.device.type == "cpu" or selection.away):
+        sums = square_sums(selection, grads, weight.device)
+        by = (float(weight) or 1.0) if options.reduction == "mean" else 1.0
+        by *= 1.0 if scale is None else float(scale)
+        norm = sums.sum().sqrt() / by
+        left = 1.0 if options.max_norm is None else host_clip_factor(float(norm), options.max_norm)
+        return Clipped(grads, norm, lambda: selection.norm.first_bad(sums), Scale(by, left))
     divisor = torch.where(weight == 0, 1.0, weight) if options.reduction == "mean" else torch.ones_like(weight)
     if scale is not None:
         divisor = divisor * scale
-    if not all(map(torch.Tensor.is_contiguous, grads)):
-        grads = [g.contiguous() for g in grads]
-    if selection.kernel is not None and (on_host or selection.away):
-        read = Fetched(grads, selection.layouts, selection.norm.order) if selection.away else grads
-        sums = selection.norm.sums(read, weight.device, square_sums)
-        norm = sums.sum().sqrt() / divisor
-        left = 1.0 if options.max_norm is None else float(clip_factor(norm, options.max_norm))
-        return Clipped(grads, norm, lambda: selection.norm.first_bad(sums), Scale(float(divisor), left))
     divide = functools.partial(_scaled, torch._foreach_div_, divisor, selection.reduced)
-    if selection.away:
-        read = Fetched(grads, selection.layouts, selection.norm.order, lambda g: torch._foreach_div([g], divisor)[0])
-    else:
-        read = grads = divide(grads)
-    sums = selection.norm.sums(read, weight.device, square_sums)
+    if not selection.away:
+        grads = divide(grads)
+    sums = square_sums(selection, grads, weight.device, lambda g: divide([g.clone()])[0])
     norm = sums.sum().sqrt()
     factor = None if options.max_norm is None else clip_factor(norm, options.max_norm)
     cut = functools.partial(_scaled, torch._foreach_mul_, factor, selection.reduced)
@@ -70,6 +68,20 @@ def clip(
     if selection.away:
         return Clipped(grads, norm, bad, scaled=lambda some: cut(divide(some)))
     return Clipped(cut(grads), norm, bad)
+
+
+def square_sums(
+    selection: Selection,
+    grads: list[torch.Tensor],
+    device: torch.device,
+    then: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> torch.Tensor:
+    """See `NormPlan.sums`. then: is done to leaves on their way, if some live elsewhere."""
+    norm, kernel = selection.norm, selection.norm_kernel
+    if not selection.away:
+        return norm.sums(grads, device, None if kernel is None else kernel.fill)
+    read = Fetched(grads, selection.layouts, (norm if kernel is None else kernel).order, then)
+    return norm.sums(read, device, None if kernel is None else kernel.fill_one_by_one)
 
 
 def _scaled(

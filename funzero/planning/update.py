@@ -132,15 +132,21 @@ class Update:
     def _state(self) -> list[Layout]:
         return [x for x in self.plan.specs.opt_state.layouts if x.shape]
 
+    @property
+    def _norm_kernel(self) -> bool:
+        return all(x.dtype in FLOATS for x in self._grads)
+
     def _norm_bytes(self) -> int:
-        """What the norm takes: tiles in float64, or the small leaves in float64 and their squares."""
+        """What the norm takes: tiles in float64, or the small leaves in float64 and their squares; a kernel nothing."""
+        if self._norm_kernel:
+            return 0
         small = sum(math.prod(x.local_shape) for x in self._grads if _small(x))
         return max(20 * small, max((_tiles(x) for x in self._grads if not _small(x)), default=0))
 
     def _norm(self, ledger: Ledger, stores: StoresModel) -> None:
         """Of gradients elsewhere: see `executor.update.Fetched`, which reads one leaf ahead of what it is asked for."""
         grads = self._grads
-        small = [i for i, x in enumerate(grads) if _small(x)]
+        small = [] if self._norm_kernel else [i for i, x in enumerate(grads) if _small(x)]
         order = [*small, *(i for i, x in enumerate(grads) if not _small(x))]
         elements = sum(math.prod(grads[i].local_shape) for i in small)
         _start(grads[order[0]], stores)
@@ -149,7 +155,7 @@ class Update:
                 _start(grads[following], stores)
             if i not in small:
                 divided = 0 if self.fused else grads[i].local_bytes
-                ledger.touch(sums_of_squares=_tiles(grads[i]) + divided)
+                ledger.touch(sums_of_squares=(0 if self._norm_kernel else _tiles(grads[i])) + divided)
                 _end(grads[i], stores)
             elif i == small[-1]:
                 ledger.add("sums of squares", 8 * elements)
@@ -298,9 +304,7 @@ def _small(layout: Layout) -> bool:
 
 
 def _tiles(layout: Layout) -> int:
-    """What goes through float64 at a time; see `transforms.norm`. A kernel needs nothing."""
-    if layout.dtype in FLOATS:
-        return 0
+    """What goes through float64 at a time; see `transforms.norm`."""
     n = math.prod(layout.local_shape)
     return 8 * min(n, layout.chunk if layout.chunk >= TILE // 2 else TILE)
 

@@ -98,35 +98,45 @@ class NormPlan:
         """The leaves that `sums` reads here, in its order; each is read once."""
         return [*self._small[0], *(row[0] for row in self._large)]
 
+    @functools.cached_property
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(leaf, first slot, elements of a chunk) of each leaf that this rank owns."""
+        rows = [(i, *self._owned(i)) for i in range(len(self.layouts))]
+        return [
+            (i, first, self.layouts[i].chunk * _components(self.layouts[i])) for i, first, end in rows if end > first
+        ]
+
     def sums(
         self,
         grads: Sequence[torch.Tensor],
         device: torch.device | None = None,
-        squares: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+        fill: Callable[[torch.Tensor, Sequence[torch.Tensor]], None] | None = None,
     ) -> torch.Tensor:
         """Sums of squares in their slots: float64 1-D, equal on all ranks.
 
         Args:
             grads: local leaves laid out as `layouts`. device: of the sums; default: that of the gradients.
-            squares: what `chunk_squares` does, its default.
+            fill: given sums and gradients, fills the slots of `rows`.
         """
-        squares = squares or chunk_squares
         if device is None:
             device = grads[0].device if grads else torch.device("cpu")
         sums = torch.zeros(self._slots[1], dtype=torch.float64, device=device)
+        (fill or self._fill)(sums, grads)
+        if self._cut:
+            mesh = self.layouts[0].mesh
+            collectives.exact_sum(sums, mesh, mesh.names)
+        return sums
+
+    def _fill(self, sums: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
         chosen, slots = self._small
         if chosen:
             parts = [grads[i] for i in chosen] if len(chosen) < len(self.layouts) else list(grads)
             if any(self._complex):
                 parts = [_real(x) if odd else x for x, odd in zip(parts, self._complex, strict=True)]
             flat = _compat.flatten_dense(parts).double()
-            sums.index_add_(0, collectives.on_device(slots, device), flat.square())
+            sums.index_add_(0, collectives.on_device(slots, sums.device), flat.square())
         for i, first, end, chunk in self._large:
-            sums[first:end] = squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
-        if self._cut:
-            mesh = self.layouts[0].mesh
-            collectives.exact_sum(sums, mesh, mesh.names)
-        return sums
+            sums[first:end] = chunk_squares(_real(grads[i]).view(-1), chunk * _components(self.layouts[i]))
 
 
 def _components(layout: Layout) -> int:
@@ -253,3 +263,8 @@ def clip_by_global_norm(
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """min(1, max_norm / norm), 0-dim; NaN if the norm is."""
     return (max_norm / norm).clamp(max=1.0)
+
+
+def host_clip_factor(norm: float, max_norm: float) -> float:
+    """The same of numbers."""
+    return max_norm / norm if not norm <= max_norm else 1.0

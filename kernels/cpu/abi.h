@@ -36,6 +36,13 @@ struct Leaf {
   int32_t decays;  // 0: weight_decay is not even added as zero
 };
 
+struct Run {  // sums of squares of one tensor
+  const void* x;
+  int64_t n, chunk;
+  double* out;  // one for each chunk
+  int32_t dtype;
+};
+
 struct Rule {
   int32_t kind;
   float b1, rest1;  // and 1 - b1; of Momentum, b1 is its decay

@@ -101,12 +101,19 @@ FZ_EXPORT int32_t fz_update(const Leaf* leaves, int64_t count, const Rule* rule,
   });
 }
 
-FZ_EXPORT int32_t fz_square_sum(const void* x, int32_t dtype, int64_t n, int64_t chunk, double* out, int32_t threads,
-                                int32_t level) {
+FZ_EXPORT int32_t fz_square_sums(const Run* runs, int64_t count, int32_t threads, int32_t level) {
   const Level& kernels = level_of(level);
-  return spread(n, threads, kUnit, [=, &kernels](int64_t share, int64_t shares, float* scratch) {
-    const int64_t begin = cut(share, shares, n, 0, n, chunk), end = cut(share + 1, shares, n, 0, n, chunk);
-    kernels.square_sum(x, dtype, begin, end, chunk, out, scratch);
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += runs[i].n;
+  return spread(total, threads, kUnit, [=, &kernels](int64_t share, int64_t shares, float* scratch) {
+    int64_t offset = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const Run& run = runs[i];
+      const int64_t begin = cut(share, shares, total, offset, run.n, run.chunk);
+      const int64_t end = cut(share + 1, shares, total, offset, run.n, run.chunk);
+      if (begin < end) kernels.square_sum(run.x, run.dtype, begin, end, run.chunk, run.out, scratch);
+      offset += run.n;
+    }
   });
 }
 
@@ -119,4 +126,4 @@ FZ_EXPORT int32_t fz_accumulate(float* acc, const void* grad, int32_t dtype, int
   });
 }
 
-FZ_EXPORT int64_t fz_sizes() { return int64_t(sizeof(Leaf)) << 32 | int64_t(sizeof(Rule)); }
+FZ_EXPORT int64_t fz_sizes() { return int64_t(sizeof(Leaf)) << 32 | int64_t(sizeof(Run)) << 16 | int64_t(sizeof(Rule)); }

@@ -141,8 +141,33 @@ double square_sum_of_chunk(const void* x, int32_t dtype, int64_t begin, int64_t 
   return ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
 }
 
+constexpr int64_t kFew = 8;
+
+// What `square_sum_of_chunk` gives for at most kFew elements: lanes without any add nothing.
+inline double square_sum_of_few(const float* x, int64_t n) {
+  double all[kFew] = {};
+  for (int64_t i = 0; i < n; ++i) all[i] = double(x[i]) * double(x[i]);
+  return ((all[0] + all[1]) + (all[2] + all[3])) + ((all[4] + all[5]) + (all[6] + all[7]));
+}
+
+template <int64_t kChunk>
+void square_sums_of_few(const float* x, int64_t n, int64_t chunk, double* out) {
+  const int64_t size = kChunk ? kChunk : chunk;
+  for (; n >= size; n -= size, x += size) *out++ = square_sum_of_few(x, size);
+  if (n) *out = square_sum_of_few(x, n);
+}
+
 // Of whole chunks: `begin` is a multiple of `chunk`.
 void square_sum(const void* x, int32_t dtype, int64_t begin, int64_t end, int64_t chunk, double* out, float* scratch) {
+  if (chunk <= kFew) {  // small leaves have many small chunks
+    const auto run = chunk == 1 ? square_sums_of_few<1> : chunk == 4 ? square_sums_of_few<4> : square_sums_of_few<0>;
+    const int64_t room = kUnit / chunk * chunk;
+    for (int64_t at = begin; at < end; at += room) {
+      const int64_t n = at + room < end ? room : end - at;
+      run(load(x, dtype, at, n, scratch), n, chunk, out + at / chunk);
+    }
+    return;
+  }
   for (int64_t at = begin; at < end; at += chunk)
     out[at / chunk] = square_sum_of_chunk(x, dtype, at, end - at < chunk ? end : at + chunk, scratch);
 }

@@ -35,6 +35,7 @@ _LEAF = np.dtype(
 )
 _FACTORS = "b1 rest1 b2 rest2 eps step divisor factor".split()
 _RULE = np.dtype([("kind", "i4"), *((name, "f4") for name in _FACTORS)], align=True)
+RUN = np.dtype([("x", "u8"), ("n", "i8"), ("chunk", "i8"), ("out", "u8"), ("dtype", "i4")], align=True)
 Rows = np.ndarray[Any, np.dtype[np.void]]
 _NO_MOMENT, _NO_DRAW = (0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 0)
 
@@ -48,10 +49,10 @@ class Library:
         except OSError as error:
             raise build.BuildError(f"cannot load {path}: {error}") from error
         self._c.fz_sizes.restype = ctypes.c_int64
-        if self._c.fz_sizes() != _LEAF.itemsize << 32 | _RULE.itemsize:
+        if self._c.fz_sizes() != _LEAF.itemsize << 32 | RUN.itemsize << 16 | _RULE.itemsize:
             raise build.BuildError(f"{path} lays its structs out in another way")
         self._c.fz_update.argtypes = _types("plpii")
-        self._c.fz_square_sum.argtypes = _types("pillpii")
+        self._c.fz_square_sums.argtypes = _types("plii")
         self._c.fz_accumulate.argtypes = _types("ppilfii")
         best = self._c.fz_best_level()
         self._level = best if level is None else min(level, best)
@@ -74,9 +75,12 @@ class Library:
     def square_sum(self, x: torch.Tensor, chunk: int, threads: int) -> torch.Tensor:
         """`reference.square_sum`; a chunk's sum is the same wherever it lies, at every level."""
         out = torch.empty(-(-x.numel() // chunk), dtype=torch.float64)
-        where = x.data_ptr(), DTYPES[x.dtype], x.numel(), chunk, out.data_ptr()
-        self._done(self._c.fz_square_sum(*where, threads, self._level))
+        self.square_sums(np.array([(x.data_ptr(), x.numel(), chunk, out.data_ptr(), DTYPES[x.dtype])], RUN), threads)
         return out
+
+    def square_sums(self, runs: Rows, threads: int) -> None:
+        """`square_sum` of many, in one call."""
+        self._done(self._c.fz_square_sums(runs.ctypes.data, len(runs), threads, self._level))
 
     def accumulate(self, acc: torch.Tensor, grad: torch.Tensor, weight: float, threads: int) -> None:
         """`reference.accumulate`."""
