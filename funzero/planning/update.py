@@ -147,7 +147,7 @@ class Update:
         """Of gradients elsewhere: see `executor.update.Fetched`, which reads one leaf ahead of what it is asked for."""
         grads = self._grads
         small = [] if self._norm_kernel else [i for i, x in enumerate(grads) if _small(x)]
-        order = [*small, *(i for i, x in enumerate(grads) if not _small(x))]
+        order = [*small, *(i for i in range(len(grads)) if i not in small)]
         elements = sum(math.prod(grads[i].local_shape) for i in small)
         _start(grads[order[0]], stores)
         for i, following in itertools.zip_longest(order, order[1:]):
