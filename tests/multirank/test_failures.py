@@ -59,7 +59,7 @@ def run_gone(rank, world, how):
         if rank == 1:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(23)  # longer than timeout_s
+            time.sleep(30)
         return (p["w"].sum() + p["b"].sum()) * 0.0
 
     state, step, _ = make(3, loss_fn, timeout_s=20 if how == "stall" else 60)
