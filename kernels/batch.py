@@ -121,9 +121,12 @@ class Squares:
 
         Raises ValueError for tensors of other sizes or dtypes than were told.
         """
-        fits = list(map(torch.Tensor.numel, tensors)) == self._sizes and out.numel() >= self._size
-        if not fits or list(map(_dtype, tensors)) != self._dtypes:
-            raise ValueError("the tensors have other sizes or dtypes than those that were told")
+        if out.numel() < self._size:
+            raise ValueError(f"out has {out.numel()} elements, must have at least {self._size}; make it larger")
+        if list(map(torch.Tensor.numel, tensors)) != self._sizes or list(map(_dtype, tensors)) != self._dtypes:
+            rows = enumerate(zip(tensors, self._sizes, self._dtypes, strict=True))
+            i, x, n, dtype = next((i, *row) for i, row in rows if (row[0].numel(), row[0].dtype) != row[1:])
+            raise ValueError(f"tensors[{i}] is {x.dtype} of {x.numel()} elements, must be {dtype} of {n}, as was told")
         found = backend("cpu")
         if not isinstance(found, Library):
             for x, (n, chunk, first, _) in zip(tensors, self._given, strict=True):

@@ -28,8 +28,8 @@ class Values:
     place in opt_state."""
 
     params: Leaves
-    grads: Leaves
     state: Leaves
+    grads: Leaves = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -37,12 +37,12 @@ class Coming:
     """A portion on its way to the device."""
 
     params: dict[int, Arrival]
-    grads: dict[int, Arrival]
     state: dict[int, Arrival]
+    grads: dict[int, Arrival]
 
     def wait(self) -> Values:
         """Returns when all of it is there."""
-        return Values(*({i: x.wait() for i, x in part.items()} for part in (self.params, self.grads, self.state)))
+        return Values(*({i: x.wait() for i, x in part.items()} for part in (self.params, self.state, self.grads)))
 
 
 @dataclasses.dataclass
@@ -94,7 +94,7 @@ class ComposedUpdate:
                     return found
             if self.skip is not None:
                 new = _unless(self.skip | (found > 0), here, new)
-            changed = Values(new.params, {}, {i: x for i, x in new.state.items() if x is not here.state[i]})
+            changed = Values(new.params, {i: x for i, x in new.state.items() if x is not here.state[i]})
             del here, new  # nobody else may hold the memory of what is written next
             self._put(changed, self.donate and lone)
             del changed
@@ -111,8 +111,8 @@ class ComposedUpdate:
         pieces, layouts = self._pieces, self.selection.plan.specs.opt_state.layouts
         return Coming(
             {k: pieces[k].start(self.flat.params[pieces[k].at]) for k in portion.chosen},
-            {k: start_fetch(self._grads[k], self._layouts[k]) for k in portion.chosen},
             {i: start_fetch(self.flat.opt_state[i], layouts[i]) for i in portion.state},
+            {k: start_fetch(self._grads[k], self._layouts[k]) for k in portion.chosen},
         )
 
     def _compute(self, portion: Portion, here: Values) -> Values:
@@ -141,7 +141,6 @@ class ComposedUpdate:
 
         return Values(
             {k: after[selection.names[k]] for k in portion.chosen},
-            {},
             {i: kept(i, x) for i, x in zip(portion.state, tree_lib.leaves(state), strict=True)},
         )
 
@@ -182,4 +181,4 @@ def _unless(skip: torch.Tensor, old: Values, new: Values) -> Values:
     def either(before: Leaves, after: Leaves) -> Leaves:
         return {i: torch.where(skip, before[i], x) for i, x in after.items()}
 
-    return Values(either(old.params, new.params), {}, either(old.state, new.state))
+    return Values(either(old.params, new.params), either(old.state, new.state))

@@ -1,5 +1,6 @@
 """The kernels that the executor uses: the only importer of `funzero_kernels`."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -66,8 +67,12 @@ class NormKernel:
 
     def fill_one_by_one(self, sums: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
         """The same of leaves that come when they are asked for."""
-        for i, row in zip(self.order, self._rows, strict=True):
-            Squares([row]).fill(sums, [grads[i]], torch.get_num_threads())
+        for i, alone in zip(self.order, self._each, strict=True):
+            alone.fill(sums, [grads[i]], torch.get_num_threads())
+
+    @functools.cached_property
+    def _each(self) -> list[Squares]:
+        return [Squares([row]) for row in self._rows]
 
 
 def _on_cpu(layout: Layout) -> bool:

@@ -52,8 +52,8 @@ class Selection:
             return done
         found = window.final | dict(zip(here, done, strict=True))
         away = [i for i in left if i in self.away]
-        small = [i for i in away if not is_large(self.plan.specs.grads.layouts[i])]
-        for group in (small, *([i] for i in away if i not in small)):
+        large = {i for i in away if is_large(self.plan.specs.grads.layouts[i])}
+        for group in ([i for i in away if i not in large], *([i] for i in away if i in large)):
             self._reduce_away(group, window, found)
         window.outbox.settle()
         window.sums, window.final = [], {}
@@ -84,9 +84,10 @@ class Selection:
         """Leaves whose sums are kept elsewhere, together: those with nothing to add up stay as they are."""
         accum, grads = self.plan.specs.accum.layouts, self.plan.specs.grads.layouts
         same = [i for i in group if accum[i].local_shape == grads[i].local_shape]
-        same = [i for i in same if accum[i].mesh.size(accum[i].spec.unreduced) == 1 and window.sums[i] is not None]
-        found |= {i: x for i in same if (x := window.sums[i]) is not None}
-        todo = [i for i in group if i not in same]
+        same = [i for i in same if accum[i].mesh.size(accum[i].spec.unreduced) == 1]
+        done = {i: x for i in same if (x := window.sums[i]) is not None}
+        found |= done
+        todo = [i for i in group if i not in done]
         here = [x if x is None else fetch(x, accum[i]) for i, x in ((i, window.sums[i]) for i in todo)]
         for i in todo:
             window.sums[i] = None  # so that its room can be used again

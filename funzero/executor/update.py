@@ -43,7 +43,7 @@ def clip(
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     options: StepOptions,
-) -> "Clipped":
+) -> Clipped:
     """Gradients divided and clipped: at once, or when they are read again, if some live elsewhere or a kernel does it."""
     if not all(map(torch.Tensor.is_contiguous, grads)):
         grads = [g.contiguous() for g in grads]
