@@ -1,14 +1,14 @@
 // The functions that Python calls: choice of the level, and the split over threads.
 //
 // A split never changes a result: each element, block and chunk is computed by one thread, in the same way.
+//
+// Threads are OpenMP's, whose pool is the one torch uses where both load the same runtime: threads of our own would share
+// the cores with torch's, which spin for a while after each of its operations. As in torch, a forked child must not ask
+// for several threads. A compiler without OpenMP ignores the pragma, and one thread does all.
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
-#include <new>
 #include <numeric>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "abi.h"
 
@@ -47,16 +47,8 @@ bool spread(int64_t total, int32_t threads, int64_t scratch, Run run) {
   std::unique_ptr<void, void (*)(void*)> memory(std::aligned_alloc(64, size_t(room * shares) * 4), std::free);
   if (!memory) return false;
   float* floats = static_cast<float*>(memory.get());
-  std::vector<std::thread> others;
-  for (int64_t share = 1; share < shares; ++share) {
-    try {
-      others.emplace_back(run, share, shares, floats + share * room);
-    } catch (const std::system_error&) {  // no more threads may be started
-      run(share, shares, floats + share * room);
-    }
-  }
-  run(0, shares, floats);
-  for (std::thread& other : others) other.join();
+#pragma omp parallel for num_threads(int(shares)) schedule(static, 1)
+  for (int64_t share = 0; share < shares; ++share) run(share, shares, floats + share * room);
   return true;
 }
 

@@ -19,7 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Without contraction and with exact functions, so that every operation rounds as torch's does. The last two allow
 # vectors where errno or a trap of the float unit could otherwise be seen; they change no value.
-FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math".split()
+OPENMP = ["-fopenmp"], []  # the first that this compiler knows
 LEVELS = {"portable": []}
 if platform.machine().lower() in ("x86_64", "amd64"):  # api.cpp asks the processor for just these features
     LEVELS["avx2"] = ["-mavx2"]
@@ -46,7 +47,7 @@ def compiler() -> list[str]:
 
 def digest(command: list[str] | None = None) -> str:
     """Of all that decides the library's contents; `command` is a compiler whose version counts too."""
-    parts = [repr((FLAGS, LEVELS, sys.platform, platform.machine()))]
+    parts = [repr((FLAGS, OPENMP, LEVELS, sys.platform, platform.machine()))]
     parts += [f"{path.name}\n{path.read_text()}" for path in sorted(HERE.glob("*.cpp")) + sorted(HERE.glob("*.h"))]
     if command:
         parts += [repr(command), _output([*command, "--version"])]
@@ -107,17 +108,25 @@ def cache() -> Path:
 
 
 def _compile(work: Path, command: list[str]) -> Path:
+    openmp = next(x for x in OPENMP if not x or _links(work, [*command, *x]))
     sources = {name: [*flags, f"-DFZ_LEVEL=fz_{name}", "level.cpp"] for name, flags in LEVELS.items()}
     jobs = [[*command, *FLAGS, *rest, "-c", "-o", work / f"{name}.o"] for name, rest in sources.items()]
-    jobs.append([*command, *FLAGS, "api.cpp", "-c", "-o", work / "api.o"])
+    jobs.append([*command, *FLAGS, *openmp, "api.cpp", "-c", "-o", work / "api.o"])
     running = [subprocess.Popen(job, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for job in jobs]
     said = [job.communicate()[0].decode(errors="replace") for job in running]
     for job, output in zip(running, said, strict=True):
         if job.returncode:
             raise BuildError(f"{command[0]} fails: {_first_error(output)}")
     made = work / "library.so"
-    _output([*command, "-shared", "-pthread", "-o", str(made), *(str(path) for path in sorted(work.glob("*.o")))])
+    _output([*command, *openmp, "-shared", "-o", str(made), *(str(path) for path in sorted(work.glob("*.o")))])
     return made
+
+
+def _links(work: Path, command: list[str]) -> bool:
+    source = work / "empty.cpp"
+    source.write_text("#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
+    job = [*command, "-shared", "-fPIC", "-o", str(work / "empty.so"), str(source)]
+    return subprocess.run(job, capture_output=True).returncode == 0
 
 
 def _output(command: list[str]) -> str:

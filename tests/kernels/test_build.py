@@ -85,6 +85,27 @@ def test_a_library_in_the_package_is_taken_without_a_compiler(fake, monkeypatch)
     assert build.library() == shipped
 
 
+def test_a_compiler_without_openmp_builds_a_library_too(fake, monkeypatch):
+    plain, jobs = (fake / "c++").read_text(), []
+    (fake / "c++").write_text(plain.replace("echo x", 'case "$*" in *-fopenmp*) exit 1;; esac; echo x'))
+    assert build.library().exists()
+    (fake / "c++").write_text(plain)
+    monkeypatch.setattr(build, "_output", lambda job, run=build._output: jobs.append(job) or run(job))
+    build.build(fake / "with", "key", build.compiler())
+    assert "-fopenmp" in jobs[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_are_those_of_torch():
+    ops.accumulate(torch.zeros(1), torch.zeros(1))
+    with open("/proc/self/maps") as maps:
+        files = {line.split()[-1] for line in maps if ".so" in line}
+    (library,) = (name for name in files if "funzero_cpu" in name)
+    with open(library, "rb") as file:
+        assert b"GOMP_parallel" in file.read()
+    assert len([name for name in files if "gomp" in os.path.basename(name)]) == 1
+
+
 @pytest.mark.parametrize("reason", ["no C++ compiler (no-such-compiler)", "false fails", "cannot build in"])
 def test_without_a_library_torch_runs_after_one_warning(reason, fake, monkeypatch):
     if reason.startswith("cannot"):
