@@ -22,6 +22,32 @@ from funzero.transforms.remat import checked_rules
 
 
 @dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes that a rank takes in each memory, and together in the two first where they are one."""
+
+    device: int
+    host: int
+    together: int
+    disk: int
+
+    def shortfalls(self, limits: Limits, ranks_per_host: int) -> list[str]:
+        """See `MemoryPlan.shortfalls`."""
+        wanted = [("host memory", self.host * ranks_per_host, limits.host)]
+        if limits.device is None:
+            wanted = [("host memory", self.together * ranks_per_host, limits.host)]
+        else:
+            wanted.append(("device memory", self.device, limits.device))
+        if limits.disk is not None:
+            wanted.append(("disk", self.disk * ranks_per_host, limits.disk))
+        return [
+            f"{what}: needs {show.size(need)}, {show.size(limit.available)} available (limit {limit.source}, "
+            f"{show.size(limit.total)})"
+            for what, need, limit in wanted
+            if need > limit.available
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """What a step takes. All counts are bytes; a peak is that of the rank that holds most, which is the first.
 
@@ -68,19 +94,7 @@ class MemoryPlan:
 
     def shortfalls(self, limits: Limits, ranks_per_host: int = 1) -> list[str]:
         """What does not fit, one line each; empty if all does. Without a device limit the device is host memory."""
-        wanted = [("host memory", self.host * ranks_per_host, limits.host)]
-        if limits.device is None:
-            wanted = [("host memory", self.together * ranks_per_host, limits.host)]
-        else:
-            wanted.append(("device memory", self.device, limits.device))
-        if limits.disk is not None:
-            wanted.append(("disk", self.disk * ranks_per_host, limits.disk))
-        return [
-            f"{what}: needs {show.size(need)}, {show.size(limit.available)} available (limit {limit.source}, "
-            f"{show.size(limit.total)})"
-            for what, need, limit in wanted
-            if need > limit.available
-        ]
+        return Needs(self.device, self.host, self.together, self.disk).shortfalls(limits, ranks_per_host)
 
     def fits(self, limits: Limits | None = None, ranks_per_host: int = 1) -> bool:
         """Whether it fits; default: into what this process may use."""

@@ -16,12 +16,13 @@ import torch
 
 from funzero.core import tree as tree_lib
 from funzero.core.mesh import Mesh
+from funzero.core.spec import MEMORY_KINDS
 from funzero.core.state import StateSpecs
 from funzero.executor.init import abstract_state
 from funzero.executor.plan import Plan
 from funzero.planning.limits import Limits
-from funzero.planning.plan import MemoryPlan, planned
-from funzero.planning.queues import GRADS
+from funzero.planning.plan import MemoryPlan, Needs, planned
+from funzero.planning.queues import UNDER_WAY, WHOLE
 from funzero.planning.simulate import Options
 from funzero.planning.trace import Timeline, trace
 from funzero.transforms.base import Transform
@@ -29,6 +30,7 @@ from funzero.transforms.precision import Policy, checked
 from funzero.transforms.remat import checked_rules
 from funzero.zero import with_memory, zero_specs
 
+ANYWAY = ("activations", WHOLE, UNDER_WAY)  # what a step takes, wherever its state and its sums are
 FIELDS = ("opt_state", "accum", "params")
 ELSEWHERE: tuple[dict[str, str], ...] = (
     {},
@@ -60,7 +62,7 @@ class Proposal:
     """The outcome of a search.
 
     Attributes:
-        choice, plan: the first that fits; if none does, the one that was tried last, which takes least.
+        choice, plan: the first that fits; if none does, of those tried the one that takes least of the device.
         fits: whether it does. reasons: what did not fit before, one line a choice.
     """
 
@@ -85,12 +87,16 @@ class Model:
     def _stages(self) -> dict[int, StateSpecs]:
         return {}
 
+    def specs_of_stage(self, stage: int) -> StateSpecs:
+        """The layout with everything on the device."""
+        if stage not in self._stages:
+            made = zero_specs(self.shapes, self.tx, self.mesh, stage=stage, precision=self.precision)
+            self._stages[stage] = made
+        return self._stages[stage]
+
     def specs(self, choice: Choice) -> StateSpecs:
         """The layout."""
-        made = self._stages.get(choice.stage)
-        if made is None:
-            made = zero_specs(self.shapes, self.tx, self.mesh, stage=choice.stage, precision=self.precision)
-            self._stages[choice.stage] = made
+        made = self.specs_of_stage(choice.stage)
         kinds = {f"{field}/**": kind for field, kind in choice.memory.items() if made.fields[field].layouts}
         return with_memory(made, kinds)
 
@@ -114,13 +120,14 @@ def propose(
     """
     timelines: dict[tuple[int, bool], Timeline] = {} if known is None else {(accumulate, False): known}
     reasons: list[str] = []
-    hopeless: set[tuple[Any, ...]] = set()  # what takes too much beside any state and any sums
-    choice, made, state = None, None, None
+    floors: dict[tuple[Any, ...], int] = {}
+    state, least = None, None
     for choice in _choices(model, accumulate, remat):
         key = choice.accumulate, choice.remat is not None
         rest = (*key, choice.stage, choice.gather_budget)
-        if rest in hopeless:
-            reasons.append(f"{choice}: a step alone takes too much")
+        lacks = _at_least(model, choice, floors.get(rest, 0)).shortfalls(limits, ranks_per_host)
+        if lacks and least is not None:
+            reasons.append(f"{choice}: at least: {'; '.join(lacks)}")
             continue
         whole = Plan(model.specs(choice), checked(model.precision))
         if key not in timelines:
@@ -133,11 +140,25 @@ def propose(
         if not lacks:
             return Proposal(choice, made, True, tuple(reasons))
         reasons.append(f"{choice}: {'; '.join(lacks)}")
-        limit = limits.device.available if limits.device else limits.host.available // ranks_per_host
-        if made.growth - made.step.device.get(GRADS, 0) > limit:
-            hopeless.add(rest)
-    assert choice is not None and made is not None
-    return Proposal(choice, made, False, tuple(reasons))
+        floors[rest] = max(floors.get(rest, 0), sum(made.step.device.get(x, 0) for x in ANYWAY))
+        if least is None or _most(made, limits) < _most(least[1], limits):
+            least = choice, made
+    assert least is not None
+    return Proposal(*least, False, tuple(reasons))
+
+
+def _most(made: MemoryPlan, limits: Limits) -> int:
+    return made.device if limits.device else made.together
+
+
+def _at_least(model: Model, choice: Choice, floor: int) -> Needs:
+    """What a layout cannot do without: its state where that is kept, and `floor` bytes on the device."""
+    here = {kind: 0 for kind in MEMORY_KINDS}
+    here["device"] = floor
+    for field, sequence in model.specs_of_stage(choice.stage).fields.items():
+        if field != "accum":
+            here[choice.memory.get(field, "device")] += sequence.local_bytes
+    return Needs(here["device"], here["host"], here["device"] + here["host"], here["disk"])
 
 
 def _choices(model: Model, accumulate: int, remat: Mapping[str, Any] | None) -> Iterator[Choice]:
@@ -146,12 +167,11 @@ def _choices(model: Model, accumulate: int, remat: Mapping[str, Any] | None) -> 
     times = [accumulate * 2**i for i in range(30) if rows and rows[0] % (accumulate * 2**i) == 0] or [accumulate]
     largest = max((x.numel() for x in tree_lib.leaves(model.shapes)), default=0)
     budget = max(64 << 20, 4 * largest * _itemsize(model))
-    stages: list[tuple[int, int | None]] = [(0, None)]
-    if model.mesh.size(model.mesh.batch) > 1:
-        stages = [(0, None), (1, None), (2, None), (3, None), (3, budget)]
+    stages = [0, 1, 2, 3] if model.mesh.size(model.mesh.batch) > 1 else [0]
     recomputed = [None, remat] if remat else [None]
-    for memory, rules, (stage, limit), count in itertools.product(ELSEWHERE, recomputed, stages, times):
-        yield Choice(stage, count, rules, memory, limit)
+    for memory, rules, stage, limit, count in itertools.product(ELSEWHERE, recomputed, stages, [None, budget], times):
+        if limit is None or stage == 3 or (stage == stages[-1] and "params" in memory):  # params to be brought here
+            yield Choice(stage, count, rules, memory, limit)
 
 
 def _itemsize(model: Model) -> int:

@@ -9,7 +9,7 @@ import torch
 import funzero as fz
 from funzero.cli.decoder import PRESETS, Decoder
 from funzero.planning.limits import Limit, Limits
-from funzero.planning.propose import Choice, Model, propose
+from funzero.planning.propose import Choice, Model, _choices, propose
 from tests.planning.common import model_and_batch, setup
 
 MB = 10**6
@@ -89,9 +89,33 @@ def test_the_cheapest_that_fits_is_proposed():
     tight = propose(asked, limits(10**9, 10 * MB), remat=rules)
     assert tight.fits and tight.plan.device <= 10 * MB
     assert tight.choice.remat == rules or tight.choice.memory
-    assert all("device memory: needs" in x or "a step alone" in x for x in tight.reasons)
+    assert all("device memory: needs" in x for x in tight.reasons)
     none = propose(asked, limits(10**9, MB), remat=rules)
     assert not none.fits and none.reasons
+    assert none.plan.specs == asked.specs(none.choice) and none.plan.device <= tight.plan.device
+
+
+def test_no_layout_is_passed_over_that_fits():
+    """The bound that spares simulations is below what a layout takes, for each."""
+    model, batch = model_and_batch(8)
+    params, rules = fz.eval_shape(fz.split_module(model)[0]), {"blocks.*": "nothing"}
+    asked = Model(lambda p, b: fz.functional_call(model, p, *b), params, fz.adam(1e-3), fz.abstract_mesh(dp=2), batch)
+    found = propose(asked, limits(10**9, 8 * MB), remat=rules)
+    passed = {x.split(": ", 1)[0] for x in found.reasons if "at least" in x}
+    choices = [x for x in _choices(asked, 1, rules) if str(x) in passed]
+    assert choices
+    for c in choices[:: len(choices) // 8 or 1]:
+        state = fz.abstract_state(params, asked.tx, specs=asked.specs(c))
+        options = {"accumulate": c.accumulate, "remat": c.remat, "gather_budget": c.gather_budget, "tx": asked.tx}
+        assert fz.plan(asked.loss_fn, state, batch, **options).device > 8 * MB, c
+
+
+def test_params_elsewhere_are_tried_with_a_budget_on_one_rank_too():
+    model, batch = model_and_batch(8)
+    params = fz.eval_shape(fz.split_module(model)[0])
+    asked = Model(lambda p, b: fz.functional_call(model, p, *b), params, fz.adamw(1e-3), fz.abstract_mesh(dp=1), batch)
+    tried = [c for c in _choices(asked, 1, None) if c.gather_budget]
+    assert tried and all("params" in c.memory and c.stage == 0 for c in tried)
 
 
 def test_70b_on_1024_ranks_takes_seconds():
