@@ -9,6 +9,7 @@ import torch
 
 from funzero.core import collectives
 from funzero.core import tree as tree_lib
+from funzero.executor.bus import Arrival
 from funzero.executor.donate import make_writable
 from funzero.executor.flat import FlatState
 from funzero.executor.pieces import PartCaller
@@ -16,7 +17,7 @@ from funzero.executor.portions import Portion
 from funzero.executor.regather import make_whole
 from funzero.executor.selection import Selection
 from funzero.executor.sound import spoilt
-from funzero.executor.stores import Arrival, Outbox, start_fetch
+from funzero.executor.stores import Outbox, start_fetch
 from funzero.transforms.storage import update_stored
 
 Leaves = dict[int, torch.Tensor]

@@ -10,6 +10,7 @@ runs do not share names, and what a killed run left is known by its lock being f
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import os
@@ -24,8 +25,9 @@ from typing import Any
 
 import torch
 
-from funzero.core.direct import CHUNK, DirectFile, aligned_empty, memory_of
+from funzero.core.direct import CHUNK, DirectFile, memory_of
 from funzero.core.errors import DonatedError
+from funzero.executor.bus import Arrival, Room, Transfer, bring, send
 from funzero.executor.standin import FACTS, replaced
 
 THREADS = 4
@@ -91,29 +93,46 @@ class DiskStore:
         with self._lock:
             self._free.setdefault(size, []).append(at)
 
-    def start_write(self, slot: Slot, data: torch.Tensor, begin: int = 0) -> "Transfer":
-        """Begins to write bytes to a slot from its byte `begin` on; `data` must stay as it is until the transfer ends."""
-        self.bytes_written += data.nbytes
-        return self._start(self.file.write, memory_of(data), slot, begin)
+    def start_write(
+        self, slot: Slot, data: torch.Tensor, begin: int = 0, after: Transfer | None = None
+    ) -> "DiskTransfer":
+        """Begins to write bytes to a slot from its byte `begin` on; `data` must stay as it is until the transfer ends.
 
-    def start_read(self, slot: Slot, out: torch.Tensor, begin: int = 0) -> "Transfer":
+        Args:
+            after: what brings `data`, if it is not there yet.
+        """
+        self.bytes_written += data.nbytes
+        return self._start(self.file.write, data, slot, begin, after)
+
+    def start_read(self, slot: Slot, out: torch.Tensor, begin: int = 0) -> "DiskTransfer":
         """Begins to read bytes of a slot from its byte `begin` on into `out`."""
         self.bytes_read += out.nbytes
-        return self._start(self.file.read, memory_of(out), slot, begin)
+        return self._start(self.file.read, out, slot, begin)
 
-    def _start(self, move: Callable[[memoryview, int], None], data: memoryview, slot: Slot, begin: int) -> "Transfer":
-        at = slot.at + begin
-        edges = [0, *range(CHUNK - at % CHUNK, len(data), CHUNK), len(data)] if len(data) else [0]
-        runs = [(data[a:b], at + a) for a, b in itertools.pairwise(edges)]
-        return Transfer([self._pool.submit(_moved, slot, move, *run) for run in runs])
+    def _start(
+        self,
+        move: Callable[[memoryview, int], None],
+        data: torch.Tensor,
+        slot: Slot,
+        begin: int,
+        after: Transfer | None = None,
+    ) -> "DiskTransfer":
+        at, memory = slot.at + begin, memory_of(data)
+        edges = [0, *range(CHUNK - at % CHUNK, len(memory), CHUNK), len(memory)] if len(memory) else [0]
+        runs = [(memory[a:b], at + a) for a, b in itertools.pairwise(edges)]
+        return DiskTransfer([self._pool.submit(_moved, slot, after, move, *run) for run in runs])
 
 
-def _moved(slot: Slot, move: Callable[[memoryview, int], None], data: memoryview, at: int) -> None:
+def _moved(
+    slot: Slot, after: Transfer | None, move: Callable[[memoryview, int], None], data: memoryview, at: int
+) -> None:
     """Moves bytes of a slot, which nobody else gets until it is done."""
+    if after is not None:
+        after.wait()
     move(data, at)
 
 
-class Transfer:
+class DiskTransfer:
     """A read or a write under way."""
 
     def __init__(self, parts: "list[Future[None]]"):
@@ -189,11 +208,21 @@ class DiskLeaf(torch.Tensor):
                 f"{self.path}: this leaf was on disk and has been updated; use the state that step returned"
             )
 
-    def start_read(self) -> "Reading":
-        """Begins to read its data."""
-        self.check()
-        raw = aligned_empty(self.slot.nbytes, pinned=self.device.type != "cpu")
-        return Reading(self, raw, self.slot.store.start_read(self.slot, raw))
+    def start_read(self, begin: int, end: int, room: Room | None = None) -> Arrival:
+        """Begins to read elements [begin, end). room: where their bytes come to, in host memory; None: in new memory."""
+        room = room or Room(self.device)
+        out = room.bytes((end - begin) * self.itemsize).view(self.dtype)
+        transfer = self.slot.store.start_read(self.slot, out, begin * self.itemsize)
+        return _Reading(out, transfer, self.device, room)
+
+    def start_write(self, begin: int, values: torch.Tensor, room: Room | None = None) -> Transfer:
+        """Begins to write elements from `begin` on. room: what values of an accelerator pass through."""
+        slot, at = self.slot, begin * self.itemsize
+        if values.device.type == "cpu":
+            return slot.store.start_write(slot, values, at)
+        room = room or Room(self.device)
+        data = room.bytes(values.nbytes).view(values.dtype)
+        return slot.store.start_write(slot, data, at, after=send(values, data))
 
     def mapped(self) -> torch.Tensor:
         """Its data as pages of the file, in memory that the system may take back; to be read until the slot is written."""
@@ -203,19 +232,23 @@ class DiskLeaf(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """Its data, on its device."""
-        return self.start_read().wait()
+        self.check()
+        return self.start_read(0, self.numel()).wait().view(self.shape)
 
 
-class Reading:
-    """A whole leaf on its way to its device. `raw`: where its bytes come to, in host memory."""
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """Elements on their way to the device by way of host memory."""
 
-    def __init__(self, leaf: DiskLeaf, raw: torch.Tensor, transfer: Transfer):
-        self._leaf, self._raw, self._transfer = leaf, raw, transfer
+    data: torch.Tensor
+    transfer: Transfer
+    device: torch.device
+    room: Room
 
     def wait(self) -> torch.Tensor:
-        """The leaf's values. Raises OSError."""
-        self._transfer.wait()
-        return self._raw.view(self._leaf.dtype).view(self._leaf.shape).to(self._leaf.device)
+        """The elements. Raises OSError."""
+        self.transfer.wait()
+        return bring(self.data, self.device, self.room).wait()
 
 
 def disk_leaf(path: str, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> DiskLeaf:

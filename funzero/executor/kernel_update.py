@@ -9,10 +9,11 @@ import torch
 
 from funzero.core.spec import Layout
 from funzero.executor import dispatch
+from funzero.executor.bus import Arrival
 from funzero.executor.dispatch import Batch, Draw, Leaf, Moment, Rule, Scale
 from funzero.executor.donate import make_writable
 from funzero.executor.fused import Codes
-from funzero.executor.stores import Arrival, Store, start_fetch, start_fetch_range, store_of
+from funzero.executor.stores import Store, start_fetch, start_fetch_range, store_of
 from funzero.executor.stream import Operand, Part, parts, stream
 
 

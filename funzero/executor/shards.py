@@ -10,8 +10,9 @@ import torch
 
 from funzero.core.collectives import Pending, post_gather
 from funzero.core.spec import Layout
+from funzero.executor.bus import Arrival
 from funzero.executor.forms import Forms
-from funzero.executor.stores import Arrival, store_of
+from funzero.executor.stores import store_of
 
 
 class Shards:

@@ -12,7 +12,6 @@ left alone.
 
 import atexit
 import ctypes
-import dataclasses
 import errno
 import functools
 import math
@@ -21,7 +20,6 @@ import shutil
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -30,9 +28,10 @@ import torch
 
 from funzero import _compat
 from funzero.core import tree as tree_lib
-from funzero.core.direct import aligned_empty, file_system, free_bytes
+from funzero.core.direct import file_system, free_bytes
 from funzero.core.spec import Layout
 from funzero.core.state import StateSpecs
+from funzero.executor.bus import Arrival, Arrived, Room, Transfer, Viewed, bring, send, settle
 from funzero.executor.disk import DiskLeaf, DiskStore, disk_leaf
 
 _M_MMAP_THRESHOLD = -3  # of mallopt
@@ -46,20 +45,6 @@ def give_memory_back() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
-
-
-class Transfer(Protocol):
-    """Bytes under way."""
-
-    def wait(self) -> None:
-        """Returns when they have arrived; raises what went wrong."""
-
-
-class Arrival(Protocol):
-    """A leaf on its way to the device."""
-
-    def wait(self) -> torch.Tensor:
-        """Returns it when it is there; raises what went wrong."""
 
 
 class Store(Protocol):
@@ -78,44 +63,12 @@ class Store(Protocol):
     def same_room(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether what is written to one is read from the other."""
 
-    def read(self, leaf: torch.Tensor, begin: int, out: torch.Tensor) -> Transfer:
-        """Starts to bring elements from `begin` on into `out`, 1-D in memory from `buffer`."""
+    def load(self, leaf: torch.Tensor, begin: int, end: int, device: torch.device, room: Room | None = None) -> Arrival:
+        """Starts to bring elements [begin, end), 1-D, to the device, into memory of their own. room: to pass through."""
 
-    def write(self, leaf: torch.Tensor, begin: int, data: torch.Tensor) -> Transfer:
-        """Starts to bring them back; `data` must stay as it is until that is done."""
-
-    def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Host memory for `read` and `write`, uint8; pinned if `device` is an accelerator."""
-
-
-class Done:
-    """A transfer that is over."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrived:
-    """A leaf that is there."""
-
-    values: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        """The leaf."""
-        return self.values
-
-
-def settle(waits: Iterable[Callable[[], object]]) -> None:
-    """Waits for all; raises the first OSError when nothing is under way any more."""
-    errors = []
-    for each in waits:
-        try:
-            each()
-        except OSError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    def save(self, leaf: torch.Tensor, begin: int, values: torch.Tensor, room: Room | None = None) -> Transfer:
+        """Starts to bring contiguous `values` back, to elements from `begin` on; they must stay as they are until that is
+        done."""
 
 
 class HostMemory:
@@ -131,8 +84,7 @@ class HostMemory:
 
     def start_fetch(self, leaf: torch.Tensor, layout: Layout) -> Arrival:
         """See `Store`."""
-        self.bytes_moved += leaf.nbytes
-        return Arrived(leaf.detach().to(layout.mesh.device, copy=True))
+        return Viewed(self.load(leaf, 0, leaf.numel(), layout.mesh.device), leaf.shape)
 
     def writable(self, leaf: torch.Tensor, donate: bool) -> torch.Tensor:
         """See `Store`."""
@@ -144,21 +96,19 @@ class HostMemory:
         """See `Store`."""
         return a.data_ptr() == b.data_ptr()
 
-    def read(self, leaf: torch.Tensor, begin: int, out: torch.Tensor) -> Transfer:
+    def load(self, leaf: torch.Tensor, begin: int, end: int, device: torch.device, room: Room | None = None) -> Arrival:
         """See `Store`."""
-        self.bytes_moved += out.nbytes
-        out.copy_(leaf.detach().view(-1)[begin : begin + out.numel()])
-        return Done()
+        part = leaf.detach().view(-1)[begin:end]
+        self.bytes_moved += part.nbytes
+        if device.type != "cpu":
+            return bring(part, device)
+        out = torch.empty_like(part) if room is None else room.bytes(part.nbytes).view(part.dtype)
+        return Arrived(out.copy_(part))
 
-    def write(self, leaf: torch.Tensor, begin: int, data: torch.Tensor) -> Transfer:
+    def save(self, leaf: torch.Tensor, begin: int, values: torch.Tensor, room: Room | None = None) -> Transfer:
         """See `Store`."""
-        self.bytes_moved += data.nbytes
-        leaf.detach().view(-1)[begin : begin + data.numel()].copy_(data)
-        return Done()
-
-    def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """See `Store`."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self.bytes_moved += values.nbytes
+        return send(values, leaf.detach().view(-1)[begin : begin + values.numel()])
 
 
 class DiskMemory:
@@ -184,7 +134,9 @@ class DiskMemory:
 
     def start_fetch(self, leaf: torch.Tensor, layout: Layout) -> Arrival:
         """See `Store`."""
-        return _on_disk(leaf).start_read()
+        leaf = _on_disk(leaf)
+        leaf.check()
+        return Viewed(self.load(leaf, 0, leaf.numel(), layout.mesh.device), leaf.shape)
 
     def writable(self, leaf: torch.Tensor, donate: bool) -> torch.Tensor:
         """See `Store`."""
@@ -200,19 +152,13 @@ class DiskMemory:
         """See `Store`."""
         return _on_disk(a).slot is _on_disk(b).slot
 
-    def read(self, leaf: torch.Tensor, begin: int, out: torch.Tensor) -> Transfer:
+    def load(self, leaf: torch.Tensor, begin: int, end: int, device: torch.device, room: Room | None = None) -> Arrival:
         """See `Store`."""
-        slot = _on_disk(leaf).slot
-        return slot.store.start_read(slot, out, begin * leaf.itemsize)
+        return _on_disk(leaf).start_read(begin, end, room)
 
-    def write(self, leaf: torch.Tensor, begin: int, data: torch.Tensor) -> Transfer:
+    def save(self, leaf: torch.Tensor, begin: int, values: torch.Tensor, room: Room | None = None) -> Transfer:
         """See `Store`."""
-        slot = _on_disk(leaf).slot
-        return slot.store.start_write(slot, data, begin * leaf.itemsize)
-
-    def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """See `Store`."""
-        return aligned_empty(nbytes, pinned=device.type != "cpu")
+        return _on_disk(leaf).start_write(begin, values, room)
 
 
 @functools.cache
@@ -282,22 +228,7 @@ def start_fetch_range(leaf: torch.Tensor, layout: Layout, begin: int, end: int) 
     store = store_of(layout)
     if store is None:
         return Arrived(leaf.view(-1)[begin:end])
-    out = store.buffer((end - begin) * leaf.itemsize, layout.mesh.device).view(leaf.dtype)
-    return _Range(out, store.read(leaf, begin, out), layout.mesh.device)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Range:
-    """A part of a leaf on its way to the device, by way of host memory."""
-
-    out: torch.Tensor
-    transfer: Transfer
-    device: torch.device
-
-    def wait(self) -> torch.Tensor:
-        """The part."""
-        self.transfer.wait()
-        return self.out.to(self.device)
+    return store.load(leaf, begin, end, layout.mesh.device)
 
 
 class Outbox:
@@ -329,10 +260,10 @@ class Outbox:
 
     def write(self, store: Store, leaf: torch.Tensor, begin: int, values: torch.Tensor) -> None:
         """Starts to write elements from `begin` on."""
-        data = values.detach().reshape(-1).cpu().contiguous()
+        data = values.detach().reshape(-1).contiguous()
         while self._flying and self._bytes + data.nbytes > self._limit:
             self._land()
-        self._flying.append((store.write(leaf, begin, data), data))
+        self._flying.append((store.save(leaf, begin, data), data))
         self._bytes += data.nbytes
 
     def _land(self) -> None:

@@ -1,6 +1,6 @@
 """Parts of leaves on their way through a computation: some are read, one is computed on, some are written, at a time.
 
-[Note: lanes] A lane holds the memory of one part: a buffer for each operand that does not live on the device. Parts take
+[Note: lanes] A lane holds the memory of one part: room for each operand that does not live on the device. Parts take
 the lanes in turn, so memory is bounded by the lanes whatever the leaves measure, and a lane's next read waits for its
 last write only. What lives on the device is worked on where it is.
 """
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from funzero.executor.stores import Store, Transfer, settle
+from funzero.executor.bus import Arrival, Arrived, Room, Transfer, settle
+from funzero.executor.stores import Store
 
 LANES = 3
 PART_BYTES = 8 << 20  # of the largest operand
@@ -62,49 +63,42 @@ def parts(leaf: int, numel: int, operands: Sequence[Operand], quantum: int) -> I
 
 
 class _Lane:
-    """The memory of one part on its way. `raw`: a buffer of bytes for each operand, grown as needed."""
+    """The memory of one part on its way: a room for each operand."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._raw: dict[int, torch.Tensor] = {}
-        self._moves: list[Transfer] = []
-        self._here: list[torch.Tensor] = []
+        self._rooms: dict[int, Room] = {}
+        self._saves: list[Transfer] = []
+        self._coming: list[Arrival] = []
         self.part: Part | None = None
 
     def load(self, part: Part) -> None:
         """Starts to read a part, when what was written last has gone."""
         self.wait()
-        self.part, self._here = part, []
+        self.part, self._coming = part, []
         for i, x in enumerate(part.operands):
             begin, end = x.span(part.begin, part.end)
             if x.store is None:
-                self._here.append(x.source.view(-1)[begin:end])
-                continue
-            nbytes = (end - begin) * x.source.itemsize
-            if i not in self._raw or self._raw[i].numel() < nbytes:
-                self._raw[i] = x.store.buffer(nbytes, self._device)
-            out = self._raw[i][:nbytes].view(x.source.dtype)
-            self._here.append(out)
-            self._moves.append(x.store.read(x.source, begin, out))
+                self._coming.append(Arrived(x.source.view(-1)[begin:end]))
+            else:
+                room = self._rooms.setdefault(i, Room(self._device))
+                self._coming.append(x.store.load(x.source, begin, end, self._device, room))
 
     def compute(self, run: Callable[[Part, list[torch.Tensor]], None]) -> None:
         """Computes on the part, and starts to write what it changed."""
         assert self.part is not None
-        self.wait()
-        on_device = [x.to(self._device, non_blocking=True) for x in self._here]
-        run(self.part, on_device)
-        for x, here, made in zip(self.part.operands, self._here, on_device, strict=True):
-            if x.store is None or x.target is None:
-                continue
-            if made is not here:
-                here.copy_(made)
-            self._moves.append(x.store.write(x.target, x.span(self.part.begin, self.part.end)[0], here))
+        tensors, self._coming = [x.wait() for x in self._coming], []
+        run(self.part, tensors)
+        for i, (x, made) in enumerate(zip(self.part.operands, tensors, strict=True)):
+            if x.store is not None and x.target is not None:
+                begin, _ = x.span(self.part.begin, self.part.end)
+                self._saves.append(x.store.save(x.target, begin, made, self._rooms[i]))
 
     def wait(self) -> None:
         """Returns when nothing of this lane is under way."""
-        moves, self._moves = self._moves, []
-        for move in moves:
-            move.wait()
+        coming, self._coming = self._coming, []
+        saves, self._saves = self._saves, []
+        settle([*(x.wait for x in coming), *(x.wait for x in saves)])
 
 
 def stream(todo: Iterable[Part], device: torch.device, run: Callable[[Part, list[torch.Tensor]], None]) -> None:

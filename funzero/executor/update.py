@@ -9,6 +9,7 @@ import torch
 
 from funzero.core.spec import Layout
 from funzero.executor import fused
+from funzero.executor.bus import Arrival
 from funzero.executor.composed import ComposedUpdate
 from funzero.executor.dispatch import UNSCALED, Scale
 from funzero.executor.donate import make_writable, private
@@ -18,7 +19,7 @@ from funzero.executor.options import StepOptions
 from funzero.executor.regather import make_whole
 from funzero.executor.selection import Selection
 from funzero.executor.sound import first_spoilt
-from funzero.executor.stores import Arrival, start_fetch
+from funzero.executor.stores import start_fetch
 from funzero.transforms.norm import clip_factor, host_clip_factor
 
 

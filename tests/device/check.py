@@ -93,6 +93,32 @@ def skipped() -> str:
     return "state unchanged, scale halved"
 
 
+@check
+def offload() -> str:
+    """State in host memory or on disk trains the same bits as on the device: by a kernel, in portions, and accumulating."""
+    model = nn.Sequential(nn.Linear(700, 900), nn.GELU(), nn.Linear(900, 700))  # several parts a leaf
+    params, _ = fz.split_module(model)
+    mesh, cases = fz.make_mesh(dp=-1), 0
+    x = torch.randn(8, 700, generator=torch.Generator().manual_seed(1)).to(mesh.device)
+    for tx, accumulate in itertools.product((fz.adamw(1e-2, weight_decay=0.1), fz.lamb(1e-2)), (1, 2)):
+        step = fz.make_step(
+            lambda p, b: fz.functional_call(model, p, b).square().mean(), tx, accumulate=accumulate, max_norm=0.1
+        )
+        found = []
+        for kind in ("device", "host", "disk"):
+            specs = fz.zero_specs(params, tx, mesh, stage=0)
+            if kind != "device":
+                specs = fz.with_memory(specs, dict.fromkeys(("params/**", "opt_state/**", "accum/**"), kind))
+            state = fz.init_state(params, tx, specs=specs)
+            for _ in range(3):
+                state, _ = step(state, x)
+            found.append([t.detach().cpu() for t in fz.tree.leaves((state.params, state.opt_state))])
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), (tx, accumulate)
+            cases += 1
+    return f"{cases} cases equal"
+
+
 def seconds(step: Callable[[], Any], runs: int = 30) -> float:
     """Median seconds, each up to the end of the device's work."""
     times = []
