@@ -24,6 +24,7 @@ from funzero.core.tie import tie
 from funzero.core.version import __version__ as __version__
 from funzero.executor.evaluate import call, make_eval
 from funzero.executor.init import abstract_state, init_state
+from funzero.executor.into import accumulate_into
 from funzero.executor.place import gather, reshard, shard
 from funzero.executor.reduce import reduce
 from funzero.integrations.module import functional_call, init_module, load_module, split_module, trainable
@@ -71,6 +72,7 @@ from funzero.transforms.optim.schedule_free import (
 from funzero.transforms.optim.sgd import sgd
 from funzero.transforms.remat import keep, remat
 from funzero.transforms.update import apply_update, apply_updates, with_hyperparams
+from funzero.vjp import vjp
 from funzero.zero import with_memory, zero_specs
 
 _compat.check_torch_version(_torch.__version__)
@@ -98,6 +100,7 @@ __all__ = [
     "abstract_mesh",
     "abstract_state",
     "accumulate",
+    "accumulate_into",
     "adafactor",
     "adagrad",
     "adam",
@@ -184,6 +187,7 @@ __all__ = [
     "trace",
     "trainable",
     "tree",
+    "vjp",
     "with_hyperparams",
     "with_memory",
     "zero_specs",

@@ -5,7 +5,7 @@ from typing import Any
 
 from funzero.core.state import Metrics, StateSpecs, TrainState
 from funzero.executor.options import StepOptions
-from funzero.executor.run import Runner
+from funzero.executor.run import Runner, no_loss
 from funzero.transforms.base import Transform
 from funzero.transforms.grad import Takes
 from funzero.transforms.precision import Policy, checked
@@ -32,7 +32,7 @@ class Step:
 
 
 def make_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any] | None,
     tx: Transform,
     *,
     specs: StateSpecs | None = None,
@@ -52,7 +52,8 @@ def make_step(
     Args:
         loss_fn: `loss_fn(params, batch)` gives a 0-dim tensor or `fz.Loss`. With a keyword `key` it gets the key of its
             micro-batch, else it runs under torch generators seeded from that. With a keyword `buffers` it gets the
-            state's and returns the new ones in its `Loss`.
+            state's and returns the new ones in its `Loss`. None: the step has only `update`, for windows that
+            `accumulate_into` fills.
         specs: the layout of the states it will be given; default: whatever layout a state has.
         accumulate: micro-batches that each batch is cut into, along dim 0.
         max_norm: clip by global norm to this; None: no clip (the norm is reported all the same).
@@ -85,4 +86,5 @@ def make_step(
     policy = checked(precision)
     rules = checked_rules(remat)
     options = StepOptions(accumulate, max_norm, reduction, policy, gather_budget, leaf_use, max_skips, donate, rules)
+    loss_fn = no_loss if loss_fn is None else loss_fn
     return Step(Runner(loss_fn, Takes.of(loss_fn), tx, specs, trainable, options))

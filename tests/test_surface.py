@@ -10,7 +10,7 @@ NAMES = set(
     """
     Accumulator CheckpointError CheckpointManager read_manifest
     DonatedError Loss LossScaleError Mesh MeshError Metrics P SkipLimitError Spec Specs SpentStateError
-    StateSpecs Step Sum TrainState Transform abstract_mesh abstract_state accumulate adafactor adagrad adam adamw
+    StateSpecs Step Sum TrainState Transform abstract_mesh abstract_state accumulate accumulate_into adafactor adagrad adam adamw
     adamw_4bit adamw_8bit adan add_decayed_weights amsgrad apply_update apply_updates averaged_params call centralize
     chain clip clip_by_block_rms clip_by_global_norm data ema eval_shape finalize functional_call gather global_norm
     grad_fn identity init_module init_state inject_hyperparams keep lamb lars lion load_module lookahead loss_scale losses
@@ -18,8 +18,8 @@ NAMES = set(
     restore rmsprop save scale scale_by_adam scale_by_adam_4bit scale_by_adam_8bit scale_by_adan scale_by_amsgrad
     scale_by_factored_rms scale_by_learning_rate scale_by_lion scale_by_muon scale_by_param_block_rms scale_by_rms
     scale_by_rss scale_by_schedule scale_by_stddev scale_by_trust_ratio schedule_free schedule_free_adamw
-    schedule_free_eval_params schedule_free_sgd schedules sgd shard skip_nonfinite split_module tie trace trainable with_memory
-    tree with_hyperparams zero_specs
+    schedule_free_eval_params schedule_free_sgd schedules sgd shard skip_nonfinite split_module tie trace trainable vjp
+    with_memory tree with_hyperparams zero_specs
     """.split()
 )
 
@@ -30,6 +30,8 @@ SIGNATURES = {
     "abstract_state": "params tx specs buffers precision loss_scale trainable",
     "zero_specs": "shapes tx mesh stage axis rules replicate persist_below trainable buffers precision",
     "with_memory": "specs kinds folder",
+    "vjp": "fn params inputs specs batch precision gather_budget replay",
+    "accumulate_into": "state grads weight precision",
     "plan": "loss_fn abstract_state batch accumulate remat gather_budget tx precision donate",
     "make_mesh": "batch timeout_s axes",
     "make_eval": "loss_fn specs precision",

@@ -3,7 +3,7 @@
 [Note: params stay in the module] `functional_call` puts params into a module. Activation checkpointing runs parts of
 the module again during the backward; with the params already taken out it would silently recompute with the module's
 own. So what `functional_call` changed is undone at the end of the scope that a gradient opens, not at the end of the
-call.
+call. A scope can be opened again for a backward that comes later: all is changed once more, in the same order.
 """
 
 import contextlib
@@ -11,34 +11,55 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
+Change = Callable[[], Callable[[], object]]  # changes something, and gives what undoes it
+
 _current: contextvars.ContextVar["Scope | None"] = contextvars.ContextVar("funzero_scope", default=None)
 
 
 class Scope:
-    """Callables to run, last first, when the scope ends.
+    """Changes that are undone, last first, when the scope ends.
 
     Attributes:
-        in_backward: True once the loss is there. lazy: True if params may be stand-ins; scopes within inherit it.
+        open: whether its changes are made. in_backward: True once the loss is there.
+        lazy: True if params may be stand-ins; scopes within inherit it.
         remat: (glob of module paths, policy) of the modules to recompute. rematted: the modules seen to.
         params: whole tensors of the params of a step, which no policy of recomputation moves to host memory.
     """
 
     def __init__(self, lazy: bool, remat: tuple[Any, ...]) -> None:
-        self.in_backward, self.lazy, self.remat = False, lazy, remat
+        self.open, self.in_backward, self.lazy, self.remat = True, False, lazy, remat
         self.rematted: set[int] = set()
         self.params: list[Any] = []
-        self._undo: list[Callable[[], None]] = []
+        self._changes: list[Change] = []
+        self._undo: list[Callable[[], object]] = []
 
-    def on_exit(self, undo: Callable[[], None]) -> None:
-        """Runs `undo` at the end of the scope."""
-        self._undo.append(undo)
+    def apply(self, change: Change) -> None:
+        """Makes a change that lasts as long as the scope."""
+        self._undo.append(change())
+        self._changes.append(change)
 
     def close(self) -> None:
-        """Runs everything, last first; also when one of them raises."""
+        """Undoes everything, last first; also when one of them raises."""
         with contextlib.ExitStack() as stack:
             for undo in self._undo:
                 stack.callback(undo)
-            self._undo, self.params = [], []
+            self._undo, self.params, self.open = [], [], False
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within the block all changes are made, for the backward of what ran in this scope: once more if it has ended."""
+        if self.open:
+            yield
+            return
+        token = _current.set(self)
+        self.open = True
+        try:
+            for change in self._changes:
+                self._undo.append(change())
+            yield
+        finally:
+            _current.reset(token)
+            self.close()
 
 
 def current() -> Scope | None:

@@ -18,8 +18,8 @@ from funzero.executor.plan import Plan
 from funzero.executor.window import Window
 from funzero.transforms.losses import aux_of_paths
 
-ACCUMULATE, UPDATE, STEP, EVAL = 1, 2, 3, 4
-_NAMES = {ACCUMULATE: "step.accumulate", UPDATE: "step.update", STEP: "step", EVAL: "eval"}
+ACCUMULATE, UPDATE, STEP, EVAL, VJP, PULL = range(1, 7)
+_NAMES = {ACCUMULATE: "step.accumulate", UPDATE: "step.update", STEP: "step", EVAL: "eval", VJP: "vjp", PULL: "pull"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,13 @@ def agree(mesh: Mesh, header: Header) -> torch.Tensor:
     rows = mesh.gather_host(header.row())
     if rows[:, 4].any():
         _raise_first(mesh, rows[:, 4].tolist(), header.error)
+    _check_actions(rows)
     fed = [r for r in range(mesh.world) if rows[r, 1]]
     if len({int(rows[r, 2]) for r in fed}) > 1:
         texts = mesh.exchange_text(header.batch if header.has_batch else "no batch")
         raise ValueError(f"batch: its structure or dtypes differ between ranks: {_by_rank(texts)}; make them equal")
     if len(set(rows[:, 3].tolist())) > 1:
         raise ValueError("step: the ranks hold states of different layouts or steps; build specs and step alike on all")
-    _check_actions(rows)
     return rows
 
 

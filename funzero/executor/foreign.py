@@ -14,11 +14,13 @@ def check_leaves(leaves: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> N
     if len(leaves) != len(layouts):
         raise ValueError(f"the state has {len(leaves)} leaves in params and opt_state, its specs {len(layouts)}")
     for leaf, layout in zip(leaves, layouts, strict=True):
-        kind, shape = layout.spec.memory, tuple(leaf.shape)
+        kind = layout.spec.memory
         device = torch.device("cpu") if kind == "host" else layout.mesh.device
-        right = (shape, leaf.dtype, leaf.device) == (layout.local_shape, layout.dtype, device)
-        if right and isinstance(leaf, DiskLeaf) == (kind == "disk") and (kind == "disk" or leaf.is_contiguous()):
-            continue
+        if leaf.shape == layout.local_shape and leaf.dtype == layout.dtype and leaf.device == device:
+            right = isinstance(leaf, DiskLeaf) if kind == "disk" else leaf.is_contiguous()
+            if right and (kind == "disk" or not isinstance(leaf, DiskLeaf)):
+                continue
+        shape = tuple(leaf.shape)
         here = tree_lib.dtype_and_shape(layout.dtype, layout.local_shape)
         found = tree_lib.dtype_and_shape(leaf.dtype, shape)
         how = "" if leaf.is_contiguous() else ", not contiguous"

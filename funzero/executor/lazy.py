@@ -48,6 +48,7 @@ class LazyLeaves:
     def _named(self, made: Any, form: int) -> StandIn:
         fetch = functools.partial(self._fetch, form, made.anchor)
         made.path, made.fetch = self._forms[form].path, fetch
+        made.child = functools.partial(self._child, form, made.anchor)
         if form == self._forms.leaf(form):
             made.cast = functools.partial(self._cast, form)
         else:  # a cast of a cast has lost bits that the leaf still has
@@ -67,6 +68,27 @@ class LazyLeaves:
         made = Born.apply(self._anchors[other])
         made.anchor = self._anchors[other]
         return self._named(made, other)
+
+    def _child(self, form: int, anchor: torch.Tensor | None) -> StandIn:
+        """A stand-in below another: the data that it gives are not shared with that one."""
+        layout = self._forms[form]
+        if anchor is None or not torch.is_grad_enabled():
+            made: Any = bare(layout.piece_shape, layout.dtype, layout.mesh.device)
+            made.anchor = None
+            return self._named(made, form)
+        below = Recast.apply(anchor, layout.dtype)
+        made = Born.apply(below)
+        made.anchor = below
+        named = self._named(made, form)
+        named.fetch = lambda: (
+            Attach.apply(below, self._raw(form)) if torch.is_grad_enabled() else self._raw(form).detach()
+        )
+        named.cast = lambda dtype: named.fetch().to(dtype)
+        return named
+
+    def _raw(self, form: int) -> torch.Tensor:
+        with _compat.uncounted():
+            return self._cache.get(form)
 
     def _fetch(self, leaf: int, anchor: torch.Tensor | None) -> torch.Tensor:
         with _compat.uncounted():  # a recomputation may find the leaf here, or gone

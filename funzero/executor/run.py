@@ -34,9 +34,8 @@ from funzero.transforms.grad import Takes
 from funzero.transforms.loss_scale import LossScale
 from funzero.transforms.precision import LOW
 from funzero.transforms.rng import fold_in
-from funzero.transforms.storage import Rounder, rounder
+from funzero.transforms.storage import NEAREST, Rounder, rounder
 
-NEAREST = Rounder("nearest", torch.zeros(2, dtype=torch.int64), lambda path: range(0))
 KEPT_SELECTIONS = 16  # sets of used leaves; with many experts there is no end of them
 
 
@@ -133,6 +132,8 @@ class Runner:
 
     def _enter(self, state: TrainState, batch: Any, action: int) -> tuple[Bound, list[Any], torch.Tensor]:
         """Checks the input and agrees with the peers: what runs, the micro-batches, all headers."""
+        if self._loss_fn is no_loss and action != agree.UPDATE:
+            no_loss(state.params, batch)
         bound = self._bind(state)
         mesh, error = bound.plan.mesh, None
         micros: list[Any] = [None] * self._options.accumulate
@@ -291,6 +292,11 @@ class Runner:
         else:
             flat.buffers = buffers
         return (spoilt > 0) | (found > 0)
+
+
+def no_loss(params: Any, batch: Any) -> Any:
+    """The loss function of a step that has none."""
+    raise ValueError("make_step(None, ...) has no loss to differentiate: it has only update")
 
 
 def _check_scale(scale: LossScale, bad_leaf: str) -> None:

@@ -82,12 +82,14 @@ class StandIn(torch.Tensor):
 
     Attributes:
         path: for messages. fetch: gives the data, tracked by autograd where gradients are on. cast: the same in another
-            dtype. anchor: see [Note: one anchor per leaf]; None for a leaf that does not train.
+            dtype. child: another stand-in of the same leaf, below this one in the graph. anchor: see [Note: one anchor
+            per leaf]; None for a leaf that does not train.
     """
 
     path: str
     fetch: Callable[[], torch.Tensor]
     cast: Callable[[torch.dtype], torch.Tensor]
+    child: Callable[[], torch.Tensor]
     anchor: torch.Tensor | None
 
     @classmethod
@@ -99,6 +101,8 @@ class StandIn(torch.Tensor):
         if func is torch.Tensor.__repr__:
             return f"StandIn({args[0].path}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         _refuse(func, args, kwargs)
+        if func is torch.Tensor.view_as and args[0] is args[1]:  # to differentiate with respect to one use of it
+            return args[0].child()
         dtype = _cast_to(func, args, kwargs)
         if dtype is not None:
             return args[0] if dtype == args[0].dtype else args[0].cast(dtype)

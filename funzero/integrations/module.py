@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,17 @@ class _Sites:
             return module(*args, **kwargs)
         finally:
             self.calls -= 1
+
+    def exchange(self, values: list[torch.Tensor]) -> Callable[[], None]:
+        """Puts in values in the order of `own`, for a while; gives what puts back those that were there."""
+        before = self.installed
+        self.put(dict(zip(self.own, values, strict=True)))
+        self.installed = values
+        return self.restore if before is None else lambda: self._put_back(before)
+
+    def _put_back(self, values: list[torch.Tensor]) -> None:
+        self.put(dict(zip(self.own, values, strict=True)))
+        self.installed = values
 
     def restore(self) -> None:
         """Puts the module's own tensors back."""
@@ -182,16 +193,11 @@ def _devices(*trees: Any) -> list[torch.device]:
 
 def _install(module: nn.Module, sites: _Sites, params: Mapping[str, torch.Tensor], outer: Scope) -> None:
     values = [params[n] for n in sites.own]
-    if sites.installed is None:
-        outer.on_exit(sites.restore)
-    elif all(a is b for a, b in zip(sites.installed, values, strict=True)):
-        return
-    else:
+    if sites.installed is not None:
+        if all(a is b for a, b in zip(sites.installed, values, strict=True)):
+            return
         _refuse_recomputation(module, sites, outer)
-        previous = dict(zip(sites.own, sites.installed, strict=True))
-        outer.on_exit(lambda: _reinstall(sites, previous))
-    sites.put(params)
-    sites.installed = values
+    outer.apply(functools.partial(sites.exchange, values))
     if outer.lazy:
         _feed_compiled(module, outer)
 
@@ -207,12 +213,7 @@ def _feed_compiled(module: nn.Module, outer: Scope) -> None:
 
     for sub in module.modules():
         if _compat.is_compiled(sub):
-            outer.on_exit(sub.register_forward_pre_hook(hook).remove)
-
-
-def _reinstall(sites: _Sites, values: Mapping[str, torch.Tensor]) -> None:
-    sites.put(values)
-    sites.installed = list(values.values())
+            outer.apply(lambda sub=sub: sub.register_forward_pre_hook(hook).remove)  # type: ignore[misc]
 
 
 def _refuse_recomputation(module: nn.Module, sites: _Sites, outer: Scope) -> None:
@@ -227,7 +228,7 @@ def _refuse_recomputation(module: nn.Module, sites: _Sites, outer: Scope) -> Non
 
     for sub in module.modules():
         if sub._parameters:
-            outer.on_exit(sub.register_forward_pre_hook(hook).remove)
+            outer.apply(lambda sub=sub: sub.register_forward_pre_hook(hook).remove)  # type: ignore[misc]
 
 
 def _rematerialise(module: nn.Module, outer: Scope) -> None:
@@ -239,16 +240,20 @@ def _rematerialise(module: nn.Module, outer: Scope) -> None:
         named, tree_lib.match_globs(rules, [n for n, _ in named], "remat", "module"), strict=True
     ):
         if glob is not None:
-            own = sub.__dict__.get("forward")
-            outer.on_exit(functools.partial(_put_forward, sub, own))
-            sub.forward = remat(sub.forward, rules[glob])  # type: ignore[method-assign]
+            outer.apply(functools.partial(_put_forward, sub, remat(sub.forward, rules[glob])))
 
 
-def _put_forward(sub: nn.Module, own: Any) -> None:
-    if own is None:
-        del sub.__dict__["forward"]
-    else:
-        sub.forward = own  # type: ignore[method-assign]
+def _put_forward(sub: nn.Module, forward: Any) -> Callable[[], None]:
+    own = sub.__dict__.get("forward")
+    sub.forward = forward  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if own is None:
+            del sub.__dict__["forward"]
+        else:
+            sub.forward = own  # type: ignore[method-assign]
+
+    return undo
 
 
 def _set_mode(module: nn.Module, training: bool, outer: Scope) -> None:
@@ -258,9 +263,12 @@ def _set_mode(module: nn.Module, training: bool, outer: Scope) -> None:
         for sub, mode in modes:
             sub.training = mode
 
-    outer.on_exit(undo)
-    for sub, _ in modes:
-        sub.training = training
+    def change() -> Callable[[], None]:
+        for sub, _ in modes:
+            sub.training = training
+        return undo
+
+    outer.apply(change)
 
 
 @contextlib.contextmanager
@@ -268,10 +276,13 @@ def _buffers_in(
     sites: _Sites, values: Mapping[str, torch.Tensor], outer: Scope
 ) -> Iterator[dict[str, tuple[torch.Tensor, int]]]:
     """Puts copies of buffers in for a call; later recomputation meets other copies, so that it cannot write to results."""
-    outer.on_exit(sites.restore)
-    copies = {n: b.clone() for n, b in values.items()}
-    sites.put(copies)
-    sites.installed = list(copies.values())
+
+    def change() -> Callable[[], None]:
+        sites.exchange([values[n].clone() for n in sites.own])
+        return sites.restore
+
+    outer.apply(change)
+    copies = dict(zip(sites.own, sites.installed or (), strict=True))
     try:
         yield {n: (b, b._version) for n, b in copies.items()}
     finally:

@@ -1,8 +1,9 @@
 """Random keys: (seed, stream) as int64 [2] in host memory, and keys derived from them by a counter-based hash."""
 
 import contextlib
+import dataclasses
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -51,6 +52,35 @@ def seed_of(key: torch.Tensor) -> int:
     return _mix(seed ^ _mix(stream)) >> 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Where torch's global generators stand, so that what is drawn next can be drawn again."""
+
+    cpu: torch.Tensor
+    others: tuple[tuple[torch.device, torch.Tensor], ...]
+
+    @staticmethod
+    def now(devices: Iterable[torch.device]) -> "Draws":
+        """Of the CPU, and of these devices."""
+        found = [d for d in dict.fromkeys(devices) if d.type not in ("cpu", "meta")]
+        return Draws(torch.get_rng_state(), tuple((d, torch.get_device_module(d).get_rng_state(d)) for d in found))
+
+    def _set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for device, state in self.others:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within the block the generators go on from there; afterwards they are as they were found."""
+        found = Draws.now(d for d, _ in self.others)
+        self._set()
+        try:
+            yield
+        finally:
+            found._set()
+
+
 @contextlib.contextmanager
 def seeded(key: torch.Tensor, *devices: torch.device) -> Iterator[None]:
     """Within the block torch's global generators are seeded by `key`; afterwards they are as they were found.
@@ -58,16 +88,12 @@ def seeded(key: torch.Tensor, *devices: torch.device) -> Iterator[None]:
     Args:
         devices: whose generators, beside the CPU's.
     """
-    cpu, seed = torch.get_rng_state(), seed_of(key)
-    others = [(torch.get_device_module(d), d) for d in dict.fromkeys(devices) if d.type not in ("cpu", "meta")]
-    before = [module.get_rng_state(device) for module, device in others]
-    try:
+    seed = seed_of(key)
+    before = Draws.now(devices)
+    with before.again():
         torch.default_generator.manual_seed(seed)
-        for module, device in others:
+        for device, _ in before.others:
+            module = torch.get_device_module(device)
             with module.device(device):
                 module.manual_seed(seed)
         yield
-    finally:
-        torch.set_rng_state(cpu)
-        for (module, device), state in zip(others, before, strict=True):
-            module.set_rng_state(state, device)

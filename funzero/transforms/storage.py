@@ -55,6 +55,9 @@ class Rounder:
         return Words(self._stream(path, what), 0).parts
 
 
+NEAREST = Rounder("nearest", torch.zeros(2, dtype=torch.int64), lambda path: range(0))
+
+
 def rounder(policy: Policy, key: torch.Tensor, step: torch.Tensor, index: Index) -> Rounder:
     """The rounder of one update. key: the state's. step: its count of applied updates, 0-dim."""
     draws = policy.rounding == "stochastic"

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.benchmarks import checkpoint, disk, kernels, planner, precision
+from tests.benchmarks import checkpoint, disk, kernels, planner, precision, vjp
 
 LIMIT_S, LEAVE_S = 300, 10
 # name: (ranks, task, peer, [(system, largest time ratio, largest memory ratio)])
@@ -22,6 +22,9 @@ COMPARISONS = {
     "tiny-fsdp2": (2, "tiny", "fsdp2", [("fz3", 1.0, None)]),
     "medium-fsdp2": (2, "medium", "fsdp2", [("fz3:40", 1.0, 0.75), ("fz3", 0.9, None)]),
     "medium-ddp": (2, "medium", "ddp", [("fz1", 1.05, None), ("fz2", 1.05, None)]),
+}
+OTHERS = {
+    module.__name__.rsplit(".", 1)[1]: module.compare for module in (precision, checkpoint, kernels, disk, planner, vjp)
 }
 
 
@@ -81,21 +84,9 @@ def compare(name: str, repeats: int = 5) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*COMPARISONS, "precision", "checkpoint", "kernels", "disk", "planner"]:
-        if wanted == "precision":
-            precision.compare()
-            continue
-        if wanted == "checkpoint":
-            checkpoint.compare()
-            continue
-        if wanted == "kernels":
-            kernels.compare()
-            continue
-        if wanted == "disk":
-            disk.compare()
-            continue
-        if wanted == "planner":
-            planner.compare()
+    for wanted in sys.argv[1:] or [*COMPARISONS, *OTHERS]:
+        if wanted in OTHERS:
+            OTHERS[wanted]()
             continue
         for line in compare(wanted):
             print(line, flush=True)

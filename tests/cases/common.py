@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import funzero as fz
-from funzero.executor import placement, portions, stream
+from funzero.executor import placement, portions, pull, stream
 
 STAGES = (0, 1, 2, 3)
 WORLDS = SOME_WORLDS = (1, 2, pytest.param(4, marks=pytest.mark.slow))
@@ -19,8 +19,10 @@ def border(bundle_bytes, part_bytes=stream.PART_BYTES, portion_bytes=portions.PO
     before = placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES
     placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES = bundle_bytes, part_bytes, portion_bytes
     try:
+        pull.Way.of.cache_clear()
         yield
     finally:
+        pull.Way.of.cache_clear()
         placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES = before
 
 
