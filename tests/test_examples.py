@@ -12,20 +12,20 @@ import pytest
 import funzero as fz
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("[0-9]*.py"))
-QUICK = {"01_train_gpt.py": ["20"]}
+QUICK = {"01_train_gpt.py": ["20"]}  # others: 5 steps
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_short(example):
-    assert len(example.read_text().splitlines()) < 80
+    assert len(example.read_text().splitlines()) < 90
 
 
 @pytest.mark.parametrize("launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["alone", "torchrun"])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example, launcher, tmp_path):
-    command = [sys.executable, *launcher, str(example), *QUICK.get(example.name, [])]
+    command = [sys.executable, *launcher, str(example), *QUICK.get(example.name, ["5"])]
     done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stderr
     assert done.stdout and not done.stderr
