@@ -27,6 +27,7 @@ from funzero.executor.init import abstract_state, init_state
 from funzero.executor.into import accumulate_into
 from funzero.executor.place import gather, reshard, shard
 from funzero.executor.reduce import reduce
+from funzero.executor.transfer import transfer
 from funzero.integrations.module import functional_call, init_module, load_module, split_module, trainable
 from funzero.make_step import Step, make_step
 from funzero.planning.plan import plan
@@ -186,6 +187,7 @@ __all__ = [
     "tie",
     "trace",
     "trainable",
+    "transfer",
     "tree",
     "vjp",
     "with_hyperparams",

@@ -18,8 +18,8 @@ NAMES = set(
     restore rmsprop save scale scale_by_adam scale_by_adam_4bit scale_by_adam_8bit scale_by_adan scale_by_amsgrad
     scale_by_factored_rms scale_by_learning_rate scale_by_lion scale_by_muon scale_by_param_block_rms scale_by_rms
     scale_by_rss scale_by_schedule scale_by_stddev scale_by_trust_ratio schedule_free schedule_free_adamw
-    schedule_free_eval_params schedule_free_sgd schedules sgd shard skip_nonfinite split_module tie trace trainable vjp
-    with_memory tree with_hyperparams zero_specs
+    schedule_free_eval_params schedule_free_sgd schedules sgd shard skip_nonfinite split_module tie trace trainable
+    transfer vjp with_memory tree with_hyperparams zero_specs
     """.split()
 )
 
@@ -33,7 +33,8 @@ SIGNATURES = {
     "vjp": "fn params inputs specs batch precision gather_budget replay",
     "accumulate_into": "state grads weight precision",
     "plan": "loss_fn abstract_state batch accumulate remat gather_budget tx precision donate",
-    "make_mesh": "batch timeout_s axes",
+    "make_mesh": "batch ranks timeout_s axes",
+    "transfer": "x from_specs to_specs handle",
     "make_eval": "loss_fn specs precision",
     "functional_call": "module params args buffers rng training kwargs",
     "clip_by_global_norm": "grads max_norm specs expert_aware",

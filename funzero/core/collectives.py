@@ -125,16 +125,16 @@ def _exchange_runs(own: torch.Tensor, out: torch.Tensor, layout: Layout) -> list
         to, source = (layout.index + step) % len(peers), (layout.index - step) % len(peers)
         lo, hi = layout.bounds(source)
         if own.numel():
-            sends.append((own, peers[to]))
+            sends.append((own, layout.mesh.in_job(peers[to])))
         if hi > lo:
-            recvs.append((out[lo:hi], peers[source]))
+            recvs.append((out[lo:hi], layout.mesh.in_job(peers[source])))
     return comm.send_recv(sends, recvs, layout.mesh.group(layout.spec.flat)) if sends or recvs else []
 
 
 def _group_order(layout: Layout) -> list[int]:
     """Positions along `flat`, in the rank order of the process group."""
     mesh = layout.mesh
-    return [mesh.index(layout.spec.flat, rank) for rank in comm.group_ranks(mesh.group(layout.spec.flat))]
+    return [mesh.index(layout.spec.flat, rank) for rank in mesh.places(mesh.group(layout.spec.flat))]
 
 
 def post_reduce_scatter(full: torch.Tensor, layout: Layout) -> Pending:
@@ -192,10 +192,10 @@ class Bundle:
         own = torch.cat([p.view(-1) for p in pieces])
         out = own.new_empty(sum(self._by_rank))
         parts = list(out.split(self._by_rank))
-        ranks = comm.group_ranks(first.mesh.group(first.spec.flat))
-        me = ranks.index(first.mesh.rank)
-        parts[me].copy_(own)
-        others = [(part, r) for part, r in zip(parts, ranks, strict=True) if r != first.mesh.rank]
+        mesh = first.mesh
+        ranks = mesh.places(mesh.group(first.spec.flat))
+        parts[ranks.index(mesh.rank)].copy_(own)
+        others = [(part, mesh.in_job(r)) for part, r in zip(parts, ranks, strict=True) if r != mesh.rank]
         sends = [(own, r) for _, r in others] if own.numel() else []
         recvs = [(part, r) for part, r in others if part.numel()]
         for work in comm.send_recv(sends, recvs, first.mesh.group(first.spec.flat)):

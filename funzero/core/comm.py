@@ -64,30 +64,40 @@ def _backend(device: torch.device) -> str:
 
 
 class Comm:
-    """The process groups of a mesh: one for each set of axes, and one on the CPU for small agreements."""
+    """The process groups of a mesh: one for each set of axes, and one on the CPU for small agreements.
+
+    Args:
+        rows: for each set of axes the groups of ranks, in the mesh's own numbers. rank: this one's.
+        members: of each of its ranks, the rank in the job.
+    """
 
     def __init__(
         self,
         rows: "dict[frozenset[str], list[tuple[int, ...]]]",
         rank: int,
-        world: int,
+        members: tuple[int, ...],
         device: torch.device,
         timeout_s: float,
     ):
-        self.rank, self.world, self.device, self.timeout_s = rank, world, device, timeout_s
+        self.rank, self.world, self.device, self.timeout_s = rank, len(members), device, timeout_s
         self.groups: dict[frozenset[str], Any] = {}
         self.control: Any = None
         self.dead: str | None = None
         limit = datetime.timedelta(seconds=timeout_s)
-        for axes, members in rows.items():
-            for ranks in members:
-                group = dist.new_group(list(ranks), timeout=limit)
-                if rank in ranks:
-                    self.groups[axes] = group
-        if world > 1:
-            self.control = dist.new_group(list(range(world)), timeout=limit, backend="gloo")
-            # The number of meshes made so far is the same on all ranks, so it names this one in the store.
-            self.key = f"funzero/{(_compat.default_store(dist).add('funzero/meshes', 1) - 1) // world}"
+        alone = len(members) < dist.get_world_size() if is_initialized() else False  # the others take no part in this
+        for axes, groups in rows.items():
+            for ranks in groups:
+                if rank in ranks or not alone:
+                    there = [members[r] for r in ranks]
+                    group = dist.new_group(there, timeout=limit, use_local_synchronization=alone)
+                    if rank in ranks:
+                        self.groups[axes] = group
+        if self.world > 1:
+            self.control = dist.new_group(list(members), timeout=limit, backend="gloo", use_local_synchronization=alone)
+            # The number of meshes that these ranks have made so far is the same on all, so it names this one in the store.
+            name = "-".join(map(str, members)) if alone else "all"
+            made = _compat.default_store(dist).add(f"funzero/meshes/{name}", 1)
+            self.key = f"funzero/{name}/{(made - 1) // self.world}"
             _open.add(self)
 
     def gather_host(self, row: torch.Tensor) -> torch.Tensor:
@@ -181,6 +191,21 @@ def send_recv(sends: list[tuple[torch.Tensor, int]], recvs: list[tuple[torch.Ten
     ops = [dist.P2POp(dist.irecv, x, r, group=group) for x, r in recvs]
     ops += [dist.P2POp(dist.isend, x, r, group=group) for x, r in sends]
     return dist.batch_isend_irecv(ops) if ops else []
+
+
+def own_rank() -> int:
+    """This process's rank in the job; 0 without a launcher."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def post_send(x: torch.Tensor, to: int) -> Work:
+    """Posts a send to a rank of the job; messages to one rank arrive in order."""
+    return dist.isend(x, to)
+
+
+def receive(out: torch.Tensor, source: int) -> None:
+    """Takes the next message of a rank of the job."""
+    dist.recv(out, source)
 
 
 def all_to_all(out: torch.Tensor, x: torch.Tensor, recv: list[int], send: list[int], group: Any) -> Work:

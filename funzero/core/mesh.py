@@ -26,12 +26,15 @@ class Mesh:
 
     Attributes:
         names: axis names. sizes: ranks along each. batch: the axes whose ranks hold different samples.
-        rank: this process's index in the flattened grid. device: where leaves live. comm: None for an abstract mesh.
+        ranks: of each place in the flattened grid, the rank in the job; (): they are the same.
+        rank: this process's place. device: where leaves live. comm: None for an abstract mesh, and for one that this process
+            has no place in.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     batch: tuple[str, ...]
+    ranks: tuple[int, ...] = ()
     rank: int = dataclasses.field(default=0, compare=False)
     device: torch.device = dataclasses.field(default=torch.device("cpu"), compare=False)
     comm: "comm_lib.Comm | None" = dataclasses.field(default=None, compare=False, repr=False)
@@ -70,6 +73,15 @@ class Mesh:
         mine = [self.coordinate(a, rank) for a in others]
         same = [r for r in range(self.world) if [self.coordinate(a, r) for a in others] == mine]
         return tuple(sorted(same, key=lambda r: self.index(axes, r)))
+
+    def in_job(self, rank: int) -> int:
+        """The rank in the job of a place in the grid."""
+        return self.ranks[rank] if self.ranks else rank
+
+    def places(self, group: Any) -> list[int]:
+        """The places of a process group's ranks, in the group's own order."""
+        ranks = comm_lib.group_ranks(group)
+        return [self.ranks.index(r) for r in ranks] if self.ranks else ranks
 
     def control(self) -> "comm_lib.Comm":
         """The communicator, for small agreements between all ranks; raises for an abstract mesh."""
@@ -153,7 +165,13 @@ def local_mesh() -> Mesh:
     return Mesh(("dp",), (1,), ("dp",), device=comm_lib.local_device(int(os.environ.get("LOCAL_RANK", 0))))
 
 
-def make_mesh(*, batch: Iterable[str] | None = None, timeout_s: float = 600, **axes: int) -> Mesh:
+def make_mesh(
+    *,
+    batch: Iterable[str] | None = None,
+    ranks: Iterable[int] | None = None,
+    timeout_s: float = 600,
+    **axes: int,
+) -> Mesh:
     """The mesh of this job, with its process groups.
 
     Under a launcher such as torchrun it initialises the default process group and the local device, if nobody has;
@@ -161,6 +179,9 @@ def make_mesh(*, batch: Iterable[str] | None = None, timeout_s: float = 600, **a
 
     Args:
         batch: axes whose ranks hold different samples; default: those of `replicate`, `dp`, `ep` that are there.
+        ranks: ranks of the job that are in the mesh, ascending; default: all. For the others it is a mesh
+            without processes, for specs, shapes and `transfer`. The ranks of it make it in the same order as other meshes
+            of theirs, and nobody waits for the rest of the job.
         timeout_s: seconds after which a collective that a peer does not join fails.
         axes: name and size of each axis, outermost first; one may be -1. Default: `dp=-1`.
 
@@ -168,13 +189,19 @@ def make_mesh(*, batch: Iterable[str] | None = None, timeout_s: float = 600, **a
         ValueError: the number of ranks does not fit the axes.
     """
     launched = comm_lib.is_initialized() or "RANK" in os.environ
-    world = comm_lib.join(timeout_s) if launched else 1
-    mesh = _build(batch, axes, world)
+    job = comm_lib.join(timeout_s) if launched else 1
+    members = tuple(range(job)) if ranks is None else tuple(ranks)
+    if list(members) != sorted(set(members)) or not set(members) <= set(range(job)):
+        raise ValueError(f"make_mesh: ranks are some of the job's {job}, in ascending order, got {members}")
+    mesh = _build(batch, axes, len(members))
     rank, device = comm_lib.place() if launched else (0, comm_lib.local_device(0))
-    mesh = dataclasses.replace(mesh, rank=rank, device=device)
+    mesh = dataclasses.replace(mesh, ranks=() if len(members) == job else members, device=device)
+    if rank not in members:
+        return mesh
+    mesh = dataclasses.replace(mesh, rank=members.index(rank))
     wide = [a for a, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1]
     rows: dict[frozenset[str], list[tuple[int, ...]]] = {}
     for count in range(1, len(wide) + 1):
         for axes_ in itertools.combinations(wide, count):
-            rows[frozenset(axes_)] = sorted({tuple(sorted(mesh.peers(axes_, r))) for r in range(world)})
-    return dataclasses.replace(mesh, comm=comm_lib.Comm(rows, rank, world, device, timeout_s))
+            rows[frozenset(axes_)] = sorted({tuple(sorted(mesh.peers(axes_, r))) for r in range(mesh.world)})
+    return dataclasses.replace(mesh, comm=comm_lib.Comm(rows, mesh.rank, members, device, timeout_s))

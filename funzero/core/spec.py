@@ -296,6 +296,16 @@ class Specs:
         """The same leaves with `change(layout) -> layout` applied to each."""
         return Specs(self.mesh, self.treedef, tuple(change(x) for x in self.layouts))
 
+    def transposed(self) -> "Specs":
+        """How cotangents of leaves in this layout are laid out: of a value that ranks have copies of, each has a part of the
+        sum, and of a value that is such a sum, each has a copy."""
+
+        def swap(x: Layout) -> Layout:
+            copies = tuple(a for a in x.mesh.names if a not in (*x.spec.cut_axes, *x.spec.unreduced))
+            return x.with_spec(unreduced=copies)
+
+        return self.map(swap)
+
     @property
     def local_bytes(self) -> int:
         """Bytes that this rank stores."""

@@ -45,7 +45,7 @@ def whole(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     rows = piece.new_empty(layout.mesh.size(axes) * layout.n)
     comm.all_gather_equal(rows, piece.contiguous().view(-1), group).wait()
     out = piece.new_empty(layout.shape)
-    for row, rank in zip(rows.view(layout.mesh.size(axes), layout.n), comm.group_ranks(group), strict=True):
+    for row, rank in zip(rows.view(layout.mesh.size(axes), layout.n), layout.mesh.places(group), strict=True):
         out[layout.box_of(rank)] = row.view(layout.piece_shape)
     return out
 
