@@ -74,6 +74,11 @@ class Mesh:
         same = [r for r in range(self.world) if [self.coordinate(a, r) for a in others] == mine]
         return tuple(sorted(same, key=lambda r: self.index(axes, r)))
 
+    @property
+    def here(self) -> bool:
+        """Whether this process has a place in it; False for an abstract mesh."""
+        return self.comm is not None
+
     def in_job(self, rank: int) -> int:
         """The rank in the job of a place in the grid."""
         return self.ranks[rank] if self.ranks else rank
@@ -162,7 +167,8 @@ def abstract_mesh(*, batch: Iterable[str] | None = None, **axes: int) -> Mesh:
 
 def local_mesh() -> Mesh:
     """A mesh of this process alone, with its device; it needs no process group."""
-    return Mesh(("dp",), (1,), ("dp",), device=comm_lib.local_device(int(os.environ.get("LOCAL_RANK", 0))))
+    device = comm_lib.local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return Mesh(("dp",), (1,), ("dp",), device=device, comm=comm_lib.Comm({}, 0, (comm_lib.own_rank(),), device, 600))
 
 
 def make_mesh(

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from funzero.core import tree as tree_lib
-from funzero.core.comm import own_rank
 from funzero.core.post import POST
 from funzero.core.spec import Layout, Specs
 from funzero.transforms.grad import differentiable
@@ -107,12 +106,12 @@ class Route:
     @property
     def sends(self) -> bool:
         """Whether this process has a part of what is sent."""
-        return _is_here(self.source)
+        return self.source.mesh.here
 
     @property
     def receives(self) -> bool:
         """Whether it gets one."""
-        return _is_here(self.target)
+        return self.target.mesh.here
 
     def run(self, leaves: Sequence[torch.Tensor], handle: int) -> list[torch.Tensor]:
         """Sends, then receives."""
@@ -160,11 +159,6 @@ class Route:
                     found.append((i, *where))
             self._known[source, target] = found
         return self._known[source, target]
-
-
-def _is_here(specs: Specs) -> bool:
-    """Whether this process has a place in a mesh."""
-    return own_rank() in [specs.mesh.in_job(place) for place in range(specs.mesh.world)]
 
 
 def _overlap(a: Layout, source: int, b: Layout, target: int) -> tuple[Any, Any] | None:

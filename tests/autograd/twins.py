@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ Params = dict[str, torch.Tensor]
 
 
 def example(name: str) -> Any:
-    """The module of an example."""
+    """The module of an example; the last imports another beside it."""
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
     return importlib.import_module(f"examples.{name}")
 
 
@@ -124,6 +129,21 @@ def maml(steps: int) -> list[Params]:
         torch.stack(losses).mean().backward()
         opt.step()
     return [named(net)]
+
+
+def two_groups(steps: int) -> list[Params]:
+    ex = example("07_two_groups")
+    eye, speaker = twin(ex.eye, ex.speaker)
+    opt = torch.optim.Adam([*eye.parameters(), *speaker.parameters()], lr=3e-3)
+    (pictures, classes, *_), (text, target) = ex.digits.load(F64), ex.digits.spelled()
+    for t in range(steps):
+        rows = torch.randint(len(classes), (ex.MICROS, ex.ROWS), generator=torch.Generator().manual_seed(t))
+        x, y = pictures[rows.view(-1)], classes[rows.view(-1)]
+        opt.zero_grad()
+        logits = speaker(eye(x), text[y]).transpose(1, 2)
+        (nn.functional.cross_entropy(logits, target[y], ignore_index=-100, reduction="sum") / len(x)).backward()
+        opt.step()
+    return [named(eye), named(speaker)]
 
 
 TWINS = {
