@@ -28,6 +28,7 @@ from funzero.executor.into import accumulate_into
 from funzero.executor.place import gather, reshard, shard
 from funzero.executor.reduce import reduce
 from funzero.executor.transfer import transfer
+from funzero.executor.vjp import vjp
 from funzero.integrations.module import functional_call, init_module, load_module, split_module, trainable
 from funzero.make_step import Step, make_step
 from funzero.planning.plan import plan
@@ -73,7 +74,6 @@ from funzero.transforms.optim.schedule_free import (
 from funzero.transforms.optim.sgd import sgd
 from funzero.transforms.remat import keep, remat
 from funzero.transforms.update import apply_update, apply_updates, with_hyperparams
-from funzero.vjp import vjp
 from funzero.zero import with_memory, zero_specs
 
 _compat.check_torch_version(_torch.__version__)

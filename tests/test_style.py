@@ -28,7 +28,7 @@ LAYERS = {
     "executor": PURE | {"executor"},
     "parallel": PURE | {"parallel"},
     "checkpoint": RUN | {"checkpoint"},
-    "integrations": RUN | {"integrations"},
+    "integrations": RUN | {"checkpoint", "integrations"},
     "planning": RUN | {"planning"},
 }
 HEAVY = (

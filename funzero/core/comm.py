@@ -50,13 +50,28 @@ def place() -> tuple[int, torch.device]:
 def join(timeout_s: float) -> int:
     """Initialises the default process group from the launcher's environment, if nobody has; returns the world size."""
     if not dist.is_initialized():
-        device = local_device(int(os.environ.get("LOCAL_RANK", 0)))
-        if device.type != "cpu":
-            torch.accelerator.set_device_index(device.index)
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-        atexit.register(_finalize_in, os.getpid())
+        _init(timeout_s)
     return dist.get_world_size()
+
+
+def open_store(host: str, port: int, world: int, timeout_s: float, *, first: bool) -> Any:
+    """What the ranks of a job without a launcher meet at. first: it is kept here, at a free port if `port` is 0."""
+    limit = datetime.timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, world, first, timeout=limit, wait_for_workers=False)
+
+
+def join_at(store: Any, rank: int, world: int, timeout_s: float) -> None:
+    """Initialises the default process group at a store."""
+    _init(timeout_s, store=store, rank=rank, world_size=world)
+
+
+def _init(timeout_s: float, **where: Any) -> None:
+    device = local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_backend(device)}"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **where)
+    atexit.register(_finalize_in, os.getpid())
 
 
 def _backend(device: torch.device) -> str:

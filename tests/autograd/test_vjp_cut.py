@@ -50,9 +50,11 @@ def reference(rows: int) -> tuple[dict[str, Any], torch.Tensor]:
 
 def cells(world: int) -> list[tuple[int, str, int | None, bool]]:
     """Stage, memory of the params, gather budget, replay."""
-    stages = (0, 1, 2, 3) if world > 1 else (0,)
-    every = itertools.product(stages, KINDS, (None, 600), (False, True))
-    return [c for c in every if c[1] == "device" or c[0] in (0, 3)]
+    if world == 1:
+        return [(0, kind, None, replay) for kind in KINDS for replay in (False, True)]
+    here = [(stage, "device", None, replay) for stage in range(4) for replay in (False, True)]
+    away = [(stage, kind, budget, False) for stage in (0, 3) for kind in KINDS[1:] for budget in (None, 600)]
+    return [*here, *away, (3, "device", 600, False), (3, "disk", 600, True)]
 
 
 def pulls(rank: int, world: int, small: int) -> list[dict[str, Any]]:
@@ -89,7 +91,9 @@ def _one(layout: Any) -> tuple[Any, tuple[Any, ...]]:
     return fz.tree.structure(torch.empty(0)), (moved,)
 
 
-@pytest.mark.parametrize(("world", "small"), [(1, 0), (2, 0), (2, 1 << 16), (3, 200)])
+@pytest.mark.parametrize(
+    ("world", "small"), [(1, 0), (2, 0), (2, 1 << 16), pytest.param(3, 200, marks=pytest.mark.slow)]
+)
 def test_pulls_equal_one_process(world, small):
     want, x_bar = reference(6 * world)
     for rank, found in enumerate(pool(world).run(pulls, small)):
@@ -100,6 +104,62 @@ def test_pulls_equal_one_process(world, small):
                 assert torch.allclose(g, want[name], rtol=1e-12, atol=1e-12), f"{where} {name}"
                 assert got["shapes"][name][0] == got["shapes"][name][1], f"{where} {name}: {got['shapes'][name]}"
             assert torch.allclose(got["x"], x_bar[6 * rank : 6 * rank + 6], rtol=1e-12, atol=1e-12), where
+
+
+def in_low_precision(rank: int, world: int) -> list[dict[str, Any]]:
+    """bf16 compute over float32 params: gradients in float32, cotangents of inputs in the inputs' dtype."""
+    params, x, c = (fz.tree.map(lambda t: t.float(), tree) for tree in data(4 * world))
+    mesh, net, out, tx = mesh_of(DP), Net(), [], fz.sgd(0.1)
+    for stage, small in itertools.product((0, 2, 3), (0, 1 << 16)):
+        policy = fz.precision.bf16_mixed
+        specs = fz.zero_specs(fz.eval_shape(params), tx, mesh, stage=stage, precision=policy)
+        state, mine = fz.init_state(params, tx, specs=specs, precision=policy), slice(4 * rank, 4 * rank + 4)
+        with border(small, small, small):
+            y, pull = fz.vjp(
+                lambda p, x: fz.functional_call(net, p, x), state.params, x[mine], specs=specs, precision=policy
+            )
+            grads, x_bar = pull({n: t[mine].to(y[n].dtype) for n, t in c.items()})
+        dtypes = {y["y"].dtype, x_bar.dtype, *(g.dtype for g in grads.values() if g is not None)}
+        after = fz.make_step(None, tx, precision=policy).update(fz.accumulate_into(state, grads, precision=policy))[0]
+        names = {x.path.removeprefix("params/"): x for x in specs.params.layouts}
+        whole = {n: fz.gather(g, fz.Specs(mesh, *_one(names[n]))) for n, g in grads.items() if g is not None}
+        out.append({"grads": whole, "dtypes": dtypes, "after": fz.gather(after.params, specs.params)})
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_pulls_in_low_precision(world):
+    (want, _), params = reference(4 * world), data(1)[0]
+    for found in pool(world).run(in_low_precision):
+        for got in found:
+            assert got["dtypes"] == {torch.bfloat16, torch.float32}
+            for n, g in got["grads"].items():
+                assert (g - want[n]).abs().max() < 0.02 * want[n].abs().max(), n
+                assert torch.allclose(got["after"][n], params[n].float() - 0.1 * g, atol=1e-6), n
+
+
+def on_a_grid(rank: int, world: int) -> list[dict[str, Any]]:
+    """Other axes than one: copies outside (HSDP), and a leaf that is cut as experts are."""
+    params, x, c = data(4 * world)
+    out, net = [], Net().double()
+    for axes, more in (((("replicate", 2), ("dp", 1)), {"replicate": "replicate"}), ((("dp", 1), ("ep", 2)), {})):
+        mesh = mesh_of(axes)
+        for stage, small in itertools.product((0, 1, 3), (0, 1 << 16)):
+            specs = fz.zero_specs(fz.eval_shape(params), fz.sgd(0.1), mesh, stage=stage, **more)
+            state, mine = fz.init_state(params, fz.sgd(0.1), specs=specs), slice(4 * rank, 4 * rank + 4)
+            with border(small, small, small):
+                _, pull = fz.vjp(lambda p, x: fz.functional_call(net, p, x), state.params, x[mine], specs=specs)
+                grads, _ = pull({n: t[mine] for n, t in c.items()})
+            names = {x.path.removeprefix("params/"): x for x in specs.params.layouts}
+            out.append({n: fz.gather(g, fz.Specs(mesh, *_one(names[n]))) for n, g in grads.items() if g is not None})
+    return out
+
+
+def test_pulls_on_grids():
+    want, _ = reference(8)
+    for found in pool(2).run(on_a_grid):
+        for got in found:
+            assert all(torch.allclose(g, want[n], rtol=1e-12, atol=1e-12) for n, g in got.items()) and len(got) == 4
 
 
 def alike(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
