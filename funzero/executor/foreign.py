@@ -1,5 +1,6 @@
-"""A look at each leaf of a state that somebody else has put together, before a step works on its memory."""
+"""A look at each leaf that somebody else has put together, before a step or a pull works on its memory."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,22 +10,35 @@ from funzero.core.spec import Layout
 from funzero.executor.disk import DiskLeaf
 
 
-def check_leaves(leaves: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
-    """Raises ValueError that names the first leaf that is not what its layout says."""
-    if len(leaves) != len(layouts):
-        raise ValueError(f"the state has {len(leaves)} leaves in params and opt_state, its specs {len(layouts)}")
-    for leaf, layout in zip(leaves, layouts, strict=True):
-        kind = layout.spec.memory
-        device = torch.device("cpu") if kind == "host" else layout.mesh.device
-        if leaf.shape == layout.local_shape and leaf.dtype == layout.dtype and leaf.device == device:
-            right = isinstance(leaf, DiskLeaf) if kind == "disk" else leaf.is_contiguous()
-            if right and (kind == "disk" or not isinstance(leaf, DiskLeaf)):
-                continue
-        shape = tuple(leaf.shape)
+class Looks:
+    """What the local leaves of some layouts look like."""
+
+    def __init__(self, layouts: Sequence[Layout]):
+        self._layouts = tuple(layouts)
+
+    @functools.cached_property
+    def _expected(self) -> list[tuple[tuple[int, ...], torch.dtype, torch.device, bool]]:
+        return [(x.local_shape, x.dtype, _device(x), x.spec.memory == "disk") for x in self._layouts]
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError that names the first leaf that is not what its layout says."""
+        found = [(x.shape, x.dtype, x.device, isinstance(x, DiskLeaf)) for x in leaves]
+        if found == self._expected and all(x[3] or leaf.is_contiguous() for x, leaf in zip(found, leaves, strict=True)):
+            return
+        if len(leaves) != len(self._layouts):
+            raise ValueError(
+                f"the state has {len(leaves)} leaves in params and opt_state, its specs {len(self._layouts)}"
+            )
+        rows = zip(leaves, self._layouts, found, self._expected, strict=True)
+        leaf, layout = next((x, y) for x, y, a, b in rows if a != b or not (a[3] or x.is_contiguous()))
         here = tree_lib.dtype_and_shape(layout.dtype, layout.local_shape)
-        found = tree_lib.dtype_and_shape(leaf.dtype, shape)
-        how = "" if leaf.is_contiguous() else ", not contiguous"
+        there = tree_lib.dtype_and_shape(leaf.dtype, tuple(leaf.shape))
+        how = "" if isinstance(leaf, DiskLeaf) or leaf.is_contiguous() else ", not contiguous"
         raise ValueError(
-            f"{layout.path}: the layout says {here} in {kind} memory on {device} here, got {found} on {leaf.device}{how} "
-            f"({type(leaf).__name__}); make states with fz.init_state, fz.restore or fz.reshard"
+            f"{layout.path}: the layout says {here} in {layout.spec.memory} memory on {_device(layout)} here, got {there} "
+            f"on {leaf.device}{how} ({type(leaf).__name__}); make states with fz.init_state, fz.restore or fz.reshard"
         )
+
+
+def _device(layout: Layout) -> torch.device:
+    return torch.device("cpu") if layout.spec.memory == "host" else layout.mesh.device

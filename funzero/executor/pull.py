@@ -23,7 +23,7 @@ from funzero.core.spec import Layout, Spec, Specs
 from funzero.core.state import EMPTY_NODE, StateSpecs
 from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
-from funzero.executor.foreign import check_leaves
+from funzero.executor.foreign import Looks
 from funzero.executor.micro import cast_batch
 from funzero.executor.place import cut_flat
 from funzero.executor.placement import Placement
@@ -96,6 +96,11 @@ class Way:
     def routes(self) -> frozenset[int]:
         """The trained leaves whose gradients are reduced as they come."""
         return frozenset([*self.placement.micro_routes, *self.placement.window_routes])
+
+    @functools.cached_property
+    def looks(self) -> Looks:
+        """Of the params."""
+        return Looks(self.plan.specs.params.layouts)
 
     @functools.cached_property
     def cuts(self) -> list[Layout | None]:
@@ -272,7 +277,7 @@ def vjp_cut(
         if treedef != specs.params.treedef:
             differ = sorted(set(tree_lib.paths(params)) ^ set(tree_lib.paths(specs.params.tree)))[:3]
             raise ValueError(f"vjp: params have other leaves than their specs; they differ at {differ}")
-        check_leaves(leaves, list(specs.params.layouts))
+        way.looks.check(leaves)
     except (ValueError, TypeError, RuntimeError) as found:
         error = found
     function.agree(agree.VJP, inputs, error)

@@ -16,7 +16,7 @@ from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.donate import check_usable, poison
 from funzero.executor.flat import FlatState
-from funzero.executor.foreign import check_leaves
+from funzero.executor.foreign import Looks
 from funzero.executor.init import check_made_for, check_trainable
 from funzero.executor.micro import MicroBatch, cast_batch
 from funzero.executor.options import StepOptions
@@ -50,6 +50,7 @@ class Bound:
             self.plan, CacheOptions(options.gather_budget, options.leaf_use == "any"), options.remat
         )
         self.program = Program()
+        self.looks = Looks([*specs.params.layouts, *specs.opt_state.layouts])
         self.small = SmallReductions(self.plan, frozenset(self.placement.micro_routes))
         self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())
         self._treedef: Any = None
@@ -165,9 +166,7 @@ class Runner:
     def _check(self, bound: Bound, state: TrainState, batch: Any) -> None:
         check_usable(state.step)
         if self._returned is None or self._returned() is not state:
-            specs = bound.plan.specs
-            leaves = [*tree_lib.leaves(state.params), *tree_lib.leaves(state.opt_state)]
-            check_leaves(leaves, [*specs.params.layouts, *specs.opt_state.layouts])
+            bound.looks.check([*tree_lib.leaves(state.params), *tree_lib.leaves(state.opt_state)])
         device, policy = bound.plan.mesh.device, self._options.precision
         if policy.loss_scale is not None and state.loss_scale is EMPTY_NODE:
             raise ValueError(
