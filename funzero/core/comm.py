@@ -10,10 +10,12 @@ groups are closed, which waits for their threads, before the interpreter ends.
 """
 
 import atexit
+import contextlib
 import datetime
 import os
 import time
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from funzero.core.errors import MeshError
 Work = Any
 ANSWER_S = 5.0
 _open: "weakref.WeakSet[Comm]" = weakref.WeakSet()
+_sends: deque[tuple[Work, torch.Tensor]] = deque()
 _all_gather = _compat.first_of(dist, "all_gather_single", "all_gather_into_tensor")
 
 
@@ -213,9 +216,11 @@ def own_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
 
 
-def post_send(x: torch.Tensor, to: int) -> Work:
-    """Posts a send to a rank of the job; messages to one rank arrive in order."""
-    return dist.isend(x, to)
+def post_send(x: torch.Tensor, to: int) -> None:
+    """Begins to send to a rank of the job; messages to one rank arrive in order. `x` is kept until it is sent."""
+    while _sends and _sends[0][0].is_completed():
+        _sends.popleft()
+    _sends.append((dist.isend(x, to), x))
 
 
 def receive(out: torch.Tensor, source: int) -> None:
@@ -244,7 +249,10 @@ def group_ranks(group: Any) -> list[int]:
 
 
 def finalize() -> None:
-    """Closes all meshes and leaves the default process group."""
+    """Waits for what is being sent, closes all meshes and leaves the default process group."""
+    while _sends:
+        with contextlib.suppress(RuntimeError):  # who should get it is gone
+            _sends.popleft()[0].wait()
     for comm in list(_open):
         comm.close()
     _open.clear()

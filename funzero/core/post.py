@@ -6,7 +6,6 @@ for the other to ask. Messages go through host memory.
 """
 
 from collections import deque
-from typing import Any
 
 import torch
 
@@ -15,26 +14,26 @@ from funzero.core.errors import MeshError
 
 
 class Post:
-    """The messages of this process: those that came too early, and those that are on their way."""
+    """The messages that came to this process too early."""
 
     def __init__(self) -> None:
         self._came: dict[tuple[int, int], deque[torch.Tensor]] = {}
-        self._sent: deque[tuple[comm.Work, Any]] = deque()
 
     def send(self, to: int, handle: int, data: torch.Tensor) -> None:
         """Begins to send bytes, uint8 [n] in host memory, to a rank of the job; they must stay as they are."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
         if to == comm.own_rank():
             self._came.setdefault((to, handle), deque()).append(data)
             return
-        head = torch.tensor([handle, data.numel()])
-        for part in (head, data):
-            self._sent.append((comm.post_send(part, to), part))
+        comm.post_send(torch.tensor([handle, data.numel()]), to)
+        comm.post_send(data, to)
 
     def receive(self, source: int, handle: int, what: str) -> torch.Tensor:
         """The next bytes from a rank with this handle. Raises MeshError if it is gone. what: for the message."""
         waiting = self._came.get((source, handle))
+        if not waiting and source == comm.own_rank():
+            raise MeshError(
+                f"transfer: {what} would come from this rank itself, which has sent nothing with handle {handle}"
+            )
         while not waiting:
             head = torch.empty(2, dtype=torch.int64)
             self._take(head, source, what)

@@ -35,3 +35,28 @@ def test_the_threads_of_gloo_are_gone_before_the_interpreter_is(tmp_path):
     assert done.returncode == 0, done.stderr
     # "after" comes from two ranks and the child of each.
     assert sorted(done.stdout.split("\n")) == ["", *["after False"] * 4, *["before True"] * 2]
+
+
+SENDER = """
+import time
+import torch
+import funzero as fz
+
+fz.make_mesh(dp=-1)
+shape = torch.empty(4 << 20, device="meta")
+here, there = (fz.Specs.bind(fz.make_mesh(ranks=(r,), dp=1), fz.Spec(), shape) for r in (0, 1))
+if there.mesh.here:
+    time.sleep(1)  # by now the other has come to the end of its script
+    print(int(fz.transfer(None, here, there).sum()))
+else:
+    fz.transfer(torch.ones(4 << 20), here, there)
+"""
+
+
+def test_what_was_sent_arrives_although_the_sender_s_script_has_ended(tmp_path):
+    (tmp_path / "script.py").write_text(SENDER)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *launcher, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(4 << 20)
