@@ -39,7 +39,7 @@ def make_eval(
     ranks, and `grad_norm` is NaN.
     """
     takes = Takes.of(loss_fn)
-    bounds: dict[StateSpecs, tuple[Placement, Program]] = {}
+    bounds: dict[tuple[StateSpecs, Any], tuple[Placement, Program]] = {}
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         placement, program = _bind(state, specs, checked(precision), bounds, always_ask=False)
@@ -83,7 +83,7 @@ def _bind(
     state: TrainState,
     specs: StateSpecs | None,
     policy: Policy,
-    bounds: dict[StateSpecs, tuple[Placement, Program]],
+    bounds: dict[tuple[StateSpecs, Any], tuple[Placement, Program]],
     *,
     always_ask: bool,
 ) -> tuple[Placement, Program]:
@@ -92,10 +92,11 @@ def _bind(
         raise ValueError("the state has no specs; make it with fz.init_state")
     if specs is not None and specs != state.specs:
         raise ValueError("the state's layout is not the one given as specs; fz.reshard the state")
-    if state.specs not in bounds:
+    key = state.specs, state.specs.mesh.comm
+    if key not in bounds:
         options = CacheOptions(budget=None, always_ask=always_ask)
-        bounds[state.specs] = Placement(Plan(state.specs, policy), options), Program()
-    return bounds[state.specs]
+        bounds[key] = Placement(Plan(state.specs, policy), options), Program()
+    return bounds[key]
 
 
 def _forward(placement: Placement, program: Program, state: TrainState, fn: Callable[[Any], Any] | None) -> Any:

@@ -84,9 +84,16 @@ class Way:
     signature: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=64)
     def of(specs: StateSpecs | Specs, batch: tuple[str, ...] | None, policy: Policy, budget: int | None) -> "Way":
         """For the arguments of a `vjp`."""
+        return Way.made(specs, batch, policy, budget, specs.mesh.comm)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def made(
+        specs: StateSpecs | Specs, batch: tuple[str, ...] | None, policy: Policy, budget: int | None, comm: Any
+    ) -> "Way":
+        """The same. comm: of the mesh; a mesh that was made anew equals the one before."""
         placement = Placement(Plan(pull_specs(specs, batch, policy), policy), CacheOptions(budget, always_ask=True))
         text = f"{tree_lib.show(placement.plan.specs.params)} {policy} {budget} {placement.plan.mesh.batch}"
         small = SmallReductions(placement.plan, frozenset(placement.micro_routes))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -58,8 +59,9 @@ class ReducePlan:
 
 
 @functools.lru_cache(maxsize=64)
-def reduce_plan(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> ReducePlan:
-    """The plan for these layouts; kept, since a step asks for the same one each time."""
+def reduce_plan(src: tuple[Layout, ...], dst: tuple[Layout, ...], comm: Any) -> ReducePlan:
+    """The plan for these layouts; kept, since a loop asks for the same one each time. comm: of their mesh; one that was made
+    anew equals the one before."""
     return ReducePlan(src, dst)
 
 
@@ -115,7 +117,7 @@ def reduce(acc: Accumulator, specs: StateSpecs) -> Accumulator:
     src, dst = specs.accum.layouts, specs.grads.layouts
     keep = [i for i, flag in enumerate(used) if flag]
     filled = [_filled(given[i], src[i]) for i in keep]
-    sums = reduce_plan(tuple(src[i] for i in keep), tuple(dst[i] for i in keep)).run(filled)
+    sums = reduce_plan(tuple(src[i] for i in keep), tuple(dst[i] for i in keep), mesh.comm).run(filled)
     by_path = dict.fromkeys(names) | {names[i]: x for i, x in zip(keep, sums, strict=True)}
 
     def total(x: torch.Tensor) -> torch.Tensor:

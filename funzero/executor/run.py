@@ -96,7 +96,7 @@ class Runner:
     ):
         self._loss_fn, self._takes, self._tx, self._options = loss_fn, takes, tx, options
         self._specs, self._trainable = specs, trainable
-        self._bounds: dict[StateSpecs, Bound] = {}
+        self._bounds: dict[tuple[StateSpecs, Any], Bound] = {}  # by layout, and who serves its mesh
         self._returned: weakref.ref[TrainState] | None = None
         self._bad_leaf = ""
 
@@ -158,10 +158,11 @@ class Runner:
         if self._specs is not None and specs is not self._specs and specs != self._specs:
             difference = _first_difference(specs, self._specs)
             raise ValueError(f"step: the state's layout is not the step's:\n{difference}\nfz.reshard the state")
-        if specs not in self._bounds:
+        key = specs, specs.mesh.comm
+        if key not in self._bounds:
             check_trainable(specs, specs.params.abstract(), self._trainable, "make_step")
-            self._bounds[specs] = Bound(specs, self._tx, self._options)
-        return self._bounds[specs]
+            self._bounds[key] = Bound(specs, self._tx, self._options)
+        return self._bounds[key]
 
     def _check(self, bound: Bound, state: TrainState, batch: Any) -> None:
         check_usable(state.step)

@@ -180,9 +180,14 @@ def _dots(row: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.dot(t, t) for t in tiles]).sum()
 
 
-@functools.lru_cache(maxsize=64)
 def plan_of(layouts: tuple[Layout, ...]) -> NormPlan:
-    """The plan for these layouts; kept, since a step asks for the same one each time."""
+    """The plan for these layouts; kept, since a loop asks for the same one each time."""
+    return _plan(layouts, layouts[0].mesh.comm if layouts else None)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(layouts: tuple[Layout, ...], comm: Any) -> NormPlan:
+    """comm: of the mesh; a mesh that was made anew equals the one before."""
     return NormPlan(layouts)
 
 

@@ -19,10 +19,10 @@ def border(bundle_bytes, part_bytes=stream.PART_BYTES, portion_bytes=portions.PO
     before = placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES
     placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES = bundle_bytes, part_bytes, portion_bytes
     try:
-        pull.Way.of.cache_clear()
+        pull.Way.made.cache_clear()
         yield
     finally:
-        pull.Way.of.cache_clear()
+        pull.Way.made.cache_clear()
         placement.BUNDLE_BYTES, stream.PART_BYTES, portions.PORTION_BYTES = before
 
 

@@ -83,3 +83,36 @@ def test_one_rank_is_gone(how):
         message, seconds = outcome.value
         assert "rank 1: died or stalled" in message
         assert seconds < 45
+
+
+def run_anew(rank, world):
+    """After a failure the same step, evaluation and pulls go on, on a mesh that was made anew and equals the dead one."""
+    params, tx, bad, found = {"w": torch.ones(5)}, fz.sgd(0.1), [rank == 1], []
+
+    def loss_fn(p, b):
+        if bad.pop() if bad else False:
+            raise ValueError("once")
+        return (p["w"] * b).sum()
+
+    step, evaluate = fz.make_step(loss_fn, tx, max_norm=1.0), fz.make_eval(loss_fn)
+    for _ in range(2):
+        specs = fz.zero_specs(fz.eval_shape(params), tx, fz.make_mesh(dp=-1), stage=3)
+        state = fz.init_state(params, tx, specs=specs)
+        try:
+            _, pull = fz.vjp(lambda p: p["w"] * 2, state.params, specs=specs)
+            (grads,) = pull(torch.ones(5))
+            norm = fz.global_norm(grads, specs.grads)
+            acc = fz.reduce(fz.accumulate((), grads), specs)
+            loss = evaluate(state, torch.ones(1)).loss
+            state, metrics = step(state, torch.ones(1))
+            found.append([float(x) for x in (norm, acc.weight, loss, metrics.grad_norm)])
+        except (ValueError, fz.MeshError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_a_mesh_that_was_made_anew():
+    first, second = once(run_anew, 2)
+    assert first.value[0] == "MeshError" and second.value[0] == "ValueError"
+    for outcome in (first, second):
+        assert outcome.value[1] == pytest.approx([80**0.5, 2.0, 5.0, 5**0.5])
