@@ -85,7 +85,8 @@ class Comm:
     """The process groups of a mesh: one for each set of axes, and one on the CPU for small agreements.
 
     Args:
-        rows: for each set of axes the groups of ranks, in the mesh's own numbers. rank: this one's.
+        rows: for each set of axes the groups of ranks, in the mesh's own numbers. rank: this one's; -1 if it is not in the
+            mesh: all ranks of the job make its groups, since torch counts groups to name them.
         members: of each of its ranks, the rank in the job.
     """
 
@@ -102,21 +103,18 @@ class Comm:
         self.control: Any = None
         self.dead: str | None = None
         limit = datetime.timedelta(seconds=timeout_s)
-        alone = len(members) < dist.get_world_size() if is_initialized() else False  # the others take no part in this
         for axes, groups in rows.items():
             for ranks in groups:
-                if rank in ranks or not alone:
-                    there = [members[r] for r in ranks]
-                    group = dist.new_group(there, timeout=limit, use_local_synchronization=alone)
-                    if rank in ranks:
-                        self.groups[axes] = group
+                group = dist.new_group([members[r] for r in ranks], timeout=limit)
+                if rank in ranks:
+                    self.groups[axes] = group
         if self.world > 1:
-            self.control = dist.new_group(list(members), timeout=limit, backend="gloo", use_local_synchronization=alone)
-            # The number of meshes that these ranks have made so far is the same on all, so it names this one in the store.
-            name = "-".join(map(str, members)) if alone else "all"
-            made = _compat.default_store(dist).add(f"funzero/meshes/{name}", 1)
-            self.key = f"funzero/{name}/{(made - 1) // self.world}"
-            _open.add(self)
+            self.control = dist.new_group(list(members), timeout=limit, backend="gloo")
+            # The number of meshes made so far is the same on all ranks, so it names this one in the store.
+            made = _compat.default_store(dist).add("funzero/meshes", 1)
+            self.key = f"funzero/{(made - 1) // dist.get_world_size()}"
+            if rank >= 0:
+                _open.add(self)
 
     def gather_host(self, row: torch.Tensor) -> torch.Tensor:
         """All ranks' rows, [world, len(row)], through the CPU group; `row` is 1-D on the CPU."""

@@ -185,9 +185,8 @@ def make_mesh(
 
     Args:
         batch: axes whose ranks hold different samples; default: those of `replicate`, `dp`, `ep` that are there.
-        ranks: ranks of the job that are in the mesh, ascending; default: all. For the others it is a mesh
-            without processes, for specs, shapes and `transfer`. The ranks of it make it in the same order as other meshes
-            of theirs, and nobody waits for the rest of the job.
+        ranks: ranks of the job that are in the mesh, ascending; default: all. For the others it is a mesh without processes,
+            for specs, shapes and `transfer`; they make it all the same, since this is a collective call of the whole job.
         timeout_s: seconds after which a collective that a peer does not join fails.
         axes: name and size of each axis, outermost first; one may be -1. Default: `dp=-1`.
 
@@ -202,12 +201,12 @@ def make_mesh(
     mesh = _build(batch, axes, len(members))
     rank, device = comm_lib.place() if launched else (0, comm_lib.local_device(0))
     mesh = dataclasses.replace(mesh, ranks=() if len(members) == job else members, device=device)
-    if rank not in members:
-        return mesh
-    mesh = dataclasses.replace(mesh, rank=members.index(rank))
+    place = members.index(rank) if rank in members else -1
+    mesh = dataclasses.replace(mesh, rank=max(0, place))
     wide = [a for a, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1]
     rows: dict[frozenset[str], list[tuple[int, ...]]] = {}
     for count in range(1, len(wide) + 1):
         for axes_ in itertools.combinations(wide, count):
             rows[frozenset(axes_)] = sorted({tuple(sorted(mesh.peers(axes_, r))) for r in range(mesh.world)})
-    return dataclasses.replace(mesh, comm=comm_lib.Comm(rows, mesh.rank, members, device, timeout_s))
+    comm = comm_lib.Comm(rows, place, members, device, timeout_s)
+    return mesh if place < 0 else dataclasses.replace(mesh, comm=comm)
