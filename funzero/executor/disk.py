@@ -198,8 +198,10 @@ class DiskLeaf(torch.Tensor):
         return func(*replaced(args, DiskLeaf, DiskLeaf.read), **replaced(kwargs or {}, DiskLeaf, DiskLeaf.read))
 
     def alias(self) -> "DiskLeaf":
-        """The same leaf as another tensor."""
-        return disk_leaf(self.path, self.slot, tuple(self.shape), self.dtype, self.device)
+        """The same leaf as another tensor, as stale as this one."""
+        made = disk_leaf(self.path, self.slot, tuple(self.shape), self.dtype, self.device)
+        made.version = self.version
+        return made
 
     def check(self) -> None:
         """Raises DonatedError if the slot has been written since."""

@@ -56,15 +56,16 @@ class FlatState:
         )
 
     def close(self, donate: bool) -> TrainState:
-        """The new state; under donation it takes over every leaf of the old one, which then raise."""
+        """The new state, on leaves of its own: what it took over from the old one is the same memory as another tensor, so
+        that a state can be donated later without the other. Under donation the old leaves raise."""
         scale = tree_lib.leaves(self.loss_scale) if self.loss_scale is not EMPTY_NODE else ()
         leaves = [self.step, *self.params, *self.opt_state, *scale, self.skips, self.key, *self.buffers]
+        for i in itertools.compress(itertools.count(), map(operator.is_, leaves, self.old)):
+            leaves[i] = leaves[i].detach()
+        if self.accum is not EMPTY_NODE:
+            kept = {id(x) for x in self.old}
+            self.accum = tree_lib.map(lambda x: x.detach() if id(x) in kept else x, self.accum)
         if donate:
-            for i in itertools.compress(itertools.count(), map(operator.is_, leaves, self.old)):
-                leaves[i] = leaves[i].detach()
-            if self.accum is not EMPTY_NODE:
-                kept = {id(x) for x in self.old}
-                self.accum = tree_lib.map(lambda x: x.detach() if id(x) in kept else x, self.accum)
             poison(self.old)
         state: TrainState = tree_lib.unflatten(self.treedef, leaves)
         return state if self.accum is EMPTY_NODE else dataclasses.replace(state, accum=self.accum)

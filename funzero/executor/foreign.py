@@ -21,9 +21,16 @@ class Looks:
         return [(x.local_shape, x.dtype, _device(x), x.spec.memory == "disk") for x in self._layouts]
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError that names the first leaf that is not what its layout says."""
+        """Raises ValueError that names the first leaf that is not what its layout says, DonatedError for one on disk that
+        has been written since."""
+        for leaf, layout in zip(leaves, self._layouts, strict=False):
+            if not isinstance(leaf, torch.Tensor):
+                raise ValueError(f"{layout.path}: expected a tensor, got {type(leaf).__name__}")
         found = [(x.shape, x.dtype, x.device, isinstance(x, DiskLeaf)) for x in leaves]
         if found == self._expected and all(x[3] or leaf.is_contiguous() for x, leaf in zip(found, leaves, strict=True)):
+            for leaf in leaves:
+                if isinstance(leaf, DiskLeaf):
+                    leaf.check()
             return
         if len(leaves) != len(self._layouts):
             raise ValueError(

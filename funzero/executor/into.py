@@ -8,6 +8,7 @@ from funzero.core import tree as tree_lib
 from funzero.core.spec import Layout
 from funzero.core.state import TrainState
 from funzero.executor.cache import CacheOptions
+from funzero.executor.disk import DiskLeaf
 from funzero.executor.donate import check_usable
 from funzero.executor.flat import FlatState
 from funzero.executor.place import cut_flat
@@ -25,9 +26,10 @@ def accumulate_into(
     """Adds gradients to a state's window, as a micro-batch of a step would; `step.update` closes it.
 
     Args:
-        state: it stays usable. grads: tree like its params, each leaf cut like its param, and summed over the batch axes
-            already, as `pull` of a `vjp` gives them; `None` where there is none. Undivided and without a loss scale,
-            whatever the state's is. Equal calls on all ranks; nothing is sent.
+        state: it stays usable; its leaves on disk only as long as the new one is not donated.
+        grads: tree like its params, each leaf cut like its param, and summed over the batch axes already, as `pull` of a
+            `vjp` gives them; `None` where there is none. Undivided and without a loss scale, whatever the state's is. Equal
+            calls on all ranks; nothing is sent.
         weight: what they count in the mean, all ranks together: a number or a 0-dim tensor.
         precision: the step's policy, if that accumulates in less than float32.
 
@@ -44,6 +46,9 @@ def accumulate_into(
     [-1.0, -3.0]
     """
     check_usable(state.step)
+    for leaf in tree_lib.leaves(state):
+        if isinstance(leaf, DiskLeaf):
+            leaf.check()
     specs = state.specs
     if specs is None:
         raise ValueError("accumulate_into: the state has no specs; make it with fz.init_state")
@@ -63,14 +68,10 @@ def accumulate_into(
         landing.add(k, _placed(grad, specs.params.layouts[plan.trained[k]], layout, flat.scale))
     window.outbox.settle()
     window.times += 1
-    if plan.batch_index == 0:  # the ranks' weights are added up
-        window.weight = window.weight + weight
+    window.weight = (
+        window.weight + torch.as_tensor(weight).double() / plan.batch_ranks
+    )  # the ranks' weights are added up
     flat.accum = as_node(plan, window)
-    flat.params, flat.opt_state, flat.buffers = (
-        [x.detach() for x in leaves] for leaves in (flat.params, flat.opt_state, flat.buffers)
-    )
-    flat.step, flat.skips, flat.key = (x.detach() for x in (flat.step, flat.skips, flat.key))
-    flat.loss_scale = tree_lib.map(torch.Tensor.detach, flat.loss_scale)
     return flat.close(False)
 
 

@@ -8,11 +8,12 @@ already, or makes it whole, and takes its range.
 first call of a step does: a message between hosts for each. Ranks may therefore use different params.
 """
 
+import contextlib
 import dataclasses
 import functools
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from funzero.core.spec import Layout, Spec, Specs
 from funzero.core.state import EMPTY_NODE, StateSpecs
 from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
+from funzero.executor.disk import DiskLeaf
+from funzero.executor.donate import check_usable
 from funzero.executor.foreign import Looks
 from funzero.executor.micro import cast_batch
 from funzero.executor.place import cut_flat
@@ -134,13 +137,14 @@ class Way:
 
 @dataclasses.dataclass
 class Started:
-    """A forward with its graph. `inputs`: what to differentiate with respect to among them."""
+    """A forward with its graph. `inputs`: what to differentiate with respect to among them. `values`: of the output."""
 
     session: Session
     graph: Graph
     outputs: Outputs
     inputs: list[torch.Tensor]
     opened: Scope
+    values: Any
 
     def end(self) -> None:
         """Lets go of it all. Ranks may come here at any time, so nothing is sent."""
@@ -150,26 +154,28 @@ class Started:
 
 
 class Function:
-    """A function at params and inputs: what its forwards and pulls have in common."""
+    """A function at params and inputs: what its forwards and pulls have in common.
 
-    def __init__(
-        self, fn: Callable[..., Any], way: Way, params: list[torch.Tensor], inputs: tuple[Any, ...], replay: bool
-    ):
+    A step that is given the params meanwhile finds others on their storage, and leaves it as it is.
+    """
+
+    def __init__(self, fn: Callable[..., Any], way: Way, params: list[torch.Tensor], inputs: tuple[Any, ...]):
         self.way, self._fn = way, fn
-        lazy = way.placement.lazy
-        # A step that is given the params meanwhile finds others on their storage, and leaves it as it is.
-        self._params = [x.detach() if i in lazy or replay else x for i, x in enumerate(params)]
+        self._params = [x.detach() if i in way.placement.lazy else x for i, x in enumerate(params)]
         self._inputs, self._treedef = tree_lib.flatten(inputs)
         self._code = getattr(fn, "__code__", None)
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in self._inputs):
+            raise ValueError("vjp: with specs the output has no graph, and an input here requires grad; detach it")
 
-    def agree(self, action: int, tree: Any, error: Exception | None) -> None:
-        """All ranks call the same on the same layout, with trees of the same structure; raises on all if one cannot."""
-        mesh = self.way.plan.mesh
-        if mesh.world > 1:
-            text = agree.describe_batch(tree) if error is None else ""
-            agree.agree(mesh, agree.Header(action, True, text, self.way.signature, error))
-        elif error is not None:
-            raise error
+    def check_fresh(self) -> None:
+        """Raises for params on disk that have been updated, if they are to be read again."""
+        for x in self._params:
+            if isinstance(x, DiskLeaf):
+                x.check()
+
+    def forget(self) -> None:
+        """Lets go of the params."""
+        self._params = []
 
     def _call(self, held: list[Any], params: Any) -> Any:
         return self._fn(params, *cast_batch(self.way.plan, tree_lib.unflatten(self._treedef, held)))
@@ -184,10 +190,12 @@ class Function:
         if self._code is not None:
             self.way.tried.add(self._code)
 
-    def values(self) -> Outputs:
+    def values(self) -> Any:
         """The output, without a graph."""
         with self._session() as session:
-            return Outputs.of(session.forward(functools.partial(self._call, self._inputs)))
+            out = session.forward(lambda params: Outputs.of(self._call(self._inputs, params)).detached())
+        self._params = [x.detach() for x in self._params]
+        return out
 
     def start(self) -> Started:
         """The forward, with its graph."""
@@ -200,11 +208,13 @@ class Function:
                 )
                 opened.in_backward = True
             self._check_writes(graph)
+            outputs = Outputs.of(graph.out)
+            values = outputs.detached()  # a param that is returned is gathered here, while all ranks join
             session.rest()
         except BaseException:
             session.close(failed=True)
             raise
-        return Started(session, graph, Outputs.of(graph.out), [x for x in held if is_wanted(x)], opened)
+        return Started(session, graph, outputs, [x for x in held if is_wanted(x)], opened, values)
 
     def pull(self, started: Started, cotangent: Any, last: bool) -> tuple[Any, ...]:
         """Gradients of the params and of the inputs."""
@@ -212,7 +222,7 @@ class Function:
         count, zero = len(plan.trained), torch.zeros((), dtype=torch.float64, device=plan.mesh.device)
         window = Window([None] * count, [False] * count, zero, zero, EMPTY_NODE, 0, [])
         landing = Landing(window, self.way.placement, NEAREST, True)
-        with started.session.receiving(landing, self.way.small) as done:
+        with started.session.receiving(landing, self.way.small) as done, torch.no_grad():
             with started.opened.again():
                 wanted = [*graph.wanted.values(), *started.inputs]
                 grads = pulled(started.outputs, cotangent, wanted, keep=not last, linked=False)
@@ -229,7 +239,7 @@ class Function:
         chosen = tuple(k for k, flag in enumerate(used) if flag)
         if chosen not in self.way.selections:
             self.way.selections[chosen] = Selection(plan, identity(), chosen)
-        params: list[torch.Tensor | None] = [None] * len(self._params)
+        params: list[torch.Tensor | None] = [None] * len(plan.specs.params.layouts)
         for k, grad in zip(chosen, self.way.selections[chosen].reduce(window), strict=True):
             cut = self.way.cuts[k]
             params[plan.trained[k]] = grad if cut is None else cut_flat(grad, cut)
@@ -246,22 +256,24 @@ class CutPull:
 
     def __call__(self, cotangent: Any, *, last: bool = False) -> tuple[Any, ...]:
         """Gradients of the params, summed and cut, then a cotangent for each input. last: the graph may be given up."""
-        function, error = self._function, None
-        try:
+        function = self._function
+        with _agreed(function.way, agree.PULL, ()):
             if self._started is None and self._draws is None:
                 raise RuntimeError(NO_GRAPH)
             self._outputs.cotangents(cotangent)
-        except (ValueError, RuntimeError) as found:
-            error = found
-        function.agree(agree.PULL, cotangent, error)
+            if self._draws is not None or function.way.placement.options.budget is not None:
+                function.check_fresh()
         with function.way.plan.mesh.guard():
-            if self._draws is not None:
-                return self._replayed(cotangent, self._draws)
-            assert self._started is not None
-            out = function.pull(self._started, cotangent, last)
-        if last and self._finalizer is not None:
-            self._started = None
-            self._finalizer()
+            if self._draws is None:
+                assert self._started is not None
+                out = function.pull(self._started, cotangent, last)
+            else:
+                out = self._replayed(cotangent, self._draws)
+        if last:
+            self._started = self._draws = None
+            function.forget()
+            if self._finalizer is not None:
+                self._finalizer()
         return out
 
     def _replayed(self, cotangent: Any, draws: Draws) -> tuple[Any, ...]:
@@ -273,26 +285,43 @@ class CutPull:
             started.end()
 
 
-def vjp_cut(
-    fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...], way: Way, replay: bool
-) -> tuple[Any, CutPull]:
-    """`funzero.vjp` of local params."""
-    specs, error = way.plan.specs, None
-    leaves, treedef = tree_lib.flatten(params)
-    function = Function(fn, way, leaves, inputs, replay)
+@contextlib.contextmanager
+def _agreed(way: Way, action: int, tree: Any) -> Iterator[None]:
+    """All ranks call the same on the same layout, with trees of the same structure; what goes wrong within the block on one
+    rank is raised on all."""
+    error: Exception | None = None
     try:
+        yield
+    except Exception as found:
+        error = found
+    mesh = way.plan.mesh
+    if mesh.world > 1:
+        text = agree.describe_batch(tree) if error is None else ""
+        agree.agree(mesh, agree.Header(action, True, text, way.signature, error))
+    elif error is not None:
+        raise error
+
+
+def vjp_cut(
+    fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...], way: Way, replay: bool, error: Exception | None
+) -> tuple[Any, CutPull]:
+    """`funzero.vjp` of local params. error: what this rank has to say against it already."""
+    specs = way.plan.specs
+    with _agreed(way, agree.VJP, inputs):
+        if error is not None:
+            raise error
+        leaves, treedef = tree_lib.flatten(params)
         if treedef != specs.params.treedef:
             differ = sorted(set(tree_lib.paths(params)) ^ set(tree_lib.paths(specs.params.tree)))[:3]
             raise ValueError(f"vjp: params have other leaves than their specs; they differ at {differ}")
+        for leaf in leaves:
+            check_usable(leaf)
         way.looks.check(leaves)
-    except (ValueError, TypeError, RuntimeError) as found:
-        error = found
-    function.agree(agree.VJP, inputs, error)
+        function = Function(fn, way, leaves, inputs)
     with way.plan.mesh.guard():
         if replay:
             draws = Draws.now([way.plan.mesh.device])
-            outputs = function.values()
-            return outputs.detached(), CutPull(function, outputs, None, draws)
+            out = function.values()
+            return out, CutPull(function, Outputs.of(out), None, draws)
         started = function.start()
-    out = started.outputs.detached()
-    return out, CutPull(function, Outputs.of(out), started, None)
+    return started.values, CutPull(function, Outputs.of(started.values), started, None)

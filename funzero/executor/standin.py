@@ -101,7 +101,9 @@ class StandIn(torch.Tensor):
         if func is torch.Tensor.__repr__:
             return f"StandIn({args[0].path}, shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
         _refuse(func, args, kwargs)
-        if func is torch.Tensor.view_as and args[0] is args[1]:  # to differentiate with respect to one use of it
+        if func is torch.Tensor.view_as and args[0] is (
+            args[1] if len(args) > 1 else kwargs.get("other")
+        ):  # to differentiate with respect to one use of it
             return args[0].child()
         dtype = _cast_to(func, args, kwargs)
         if dtype is not None:

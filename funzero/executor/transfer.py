@@ -86,9 +86,14 @@ class Route:
     target: Specs
 
     @staticmethod
-    @functools.lru_cache(maxsize=64)
     def of(source: Specs, target: Specs) -> "Route":
         """Between two layouts of the same leaves."""
+        return Route.made(source, target, source.mesh.comm, target.mesh.comm)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def made(source: Specs, target: Specs, source_comm: Any, target_comm: Any) -> "Route":
+        """The same. The last two: who serves the meshes, which an equal mesh need not share."""
         if source.treedef != target.treedef:
             differ = sorted(set(tree_lib.paths(source.tree)) ^ set(tree_lib.paths(target.tree)))[:3]
             raise ValueError(f"transfer: from_specs and to_specs have other leaves; they differ at {differ}")

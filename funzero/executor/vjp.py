@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from funzero.core.spec import Specs
 from funzero.core.state import StateSpecs
 from funzero.executor.pull import Way, vjp_cut
@@ -51,7 +53,7 @@ def vjp(
 
     Raises:
         ValueError: by path, on all ranks alike, a cotangent of another structure, shape, dtype or device, params that do
-            not fit specs; RuntimeError: a pull after the last.
+            not fit specs, an input that requires grad where there are specs; RuntimeError: a pull after the last.
 
     >>> import torch, funzero as fz
     >>> w, x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, -1.0])
@@ -59,13 +61,17 @@ def vjp(
     >>> [t.tolist() for t in pull(torch.tensor([1.0, -2.0]))]
     [[[1.0, -1.0], [-2.0, 2.0]], [-5.0, -6.0]]
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("vjp: nothing can be differentiated within torch.inference_mode(); torch.no_grad() will do")
     if specs is None:
         given = {"batch": batch, "precision": precision, "gather_budget": gather_budget}
         useless = [name for name, value in given.items() if value is not None]
         if useless:
             raise ValueError(f"vjp: {useless} are of no use without specs; give specs, or leave them out")
         return vjp_whole(fn, params, inputs, replay)
+    error = None
     if gather_budget is not None and gather_budget <= 0:
-        raise ValueError(f"vjp: gather_budget is positive bytes or None, got {gather_budget}")
-    way = Way.of(specs, None if batch is None else tuple(batch), checked(precision), gather_budget)
-    return vjp_cut(fn, params, inputs, way, replay)
+        error = ValueError(f"vjp: gather_budget is positive bytes or None, got {gather_budget}")
+    budget = None if error else gather_budget
+    way = Way.of(specs, None if batch is None else tuple(batch), checked(precision), budget)
+    return vjp_cut(fn, params, inputs, way, replay, error)

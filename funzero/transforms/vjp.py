@@ -111,7 +111,8 @@ def vjp_whole(fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...], repl
     held = [entered(x, linked) for x in leaves]
     with scope() if outer is None else contextlib.nullcontext(outer) as opened, torch.enable_grad():
         outputs = Outputs.of(_called(fn, treedef, held))
-        opened.in_backward = outer is None
+        if outer is None:
+            opened.in_backward = True
     graph: tuple[Outputs, list[torch.Tensor]] | None = outputs, [x for x in held if is_wanted(x)]
     wanted = [is_wanted(x) for x in leaves]
 

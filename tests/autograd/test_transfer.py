@@ -142,6 +142,13 @@ def test_messages_are_found_by_their_handle():
     assert pool(2).run(out_of_order)[1] == [2.0, 1.0, 3.0]
 
 
+def test_an_abstract_mesh_before_one_with_processes():
+    shape = torch.empty(2, device="meta")
+    here, nowhere = (fz.Specs.bind(m, fz.Spec(), shape) for m in (fz.make_mesh(dp=1), fz.abstract_mesh(dp=1)))
+    assert fz.transfer(torch.ones(2), nowhere, nowhere) is None
+    assert fz.transfer(torch.ones(2), here, here).tolist() == [1.0, 1.0]
+
+
 def test_what_does_not_fit():
     one = fz.make_mesh(dp=1)
     a, b = (fz.Specs.bind(one, fz.Spec(), {"x": torch.empty(s, device="meta")}) for s in (2, 3))

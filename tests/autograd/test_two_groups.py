@@ -35,7 +35,9 @@ def train(rank: int, world: int, backwards: bool) -> tuple[bool, dict[str, torch
     return is_encoder, fz.gather(state.params, state.specs.params)
 
 
-@pytest.mark.parametrize(("world", "backwards"), [pytest.param(2, False, marks=pytest.mark.slow), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("world", "backwards"), [pytest.param(2, False, marks=pytest.mark.slow), (4, False), (4, True)]
+)
 def test_two_groups_equal_one_process(world, backwards):
     want, start = two_groups(STEPS), two_groups(0)
     assert (want[0]["layers.0.weight"] - start[0]["layers.0.weight"]).abs().max() > 1e-3, "the encoder must move"

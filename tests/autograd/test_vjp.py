@@ -88,6 +88,27 @@ def test_a_pull_that_leaves_the_gradient_it_was_made_in():
     assert all(torch.equal(a, b) for a, b in zip([*grads.values(), x_bar], want, strict=True))
 
 
+def test_two_trees_within_remat_are_refused_as_without():
+    module, x, params = Checkpointed(), torch.randn(5, 4), params_of(Checkpointed(), 1)
+
+    def call(p: Any) -> torch.Tensor:
+        return fz.functional_call(module, p, x).sum()
+
+    def loss(p: Any) -> torch.Tensor:
+        slope = fz.remat(lambda p: fz.vjp(lambda p: p["b.bias"].square().sum(), p)[1](1.0)[0]["b.bias"].sum())
+        return call(p) + call(fz.tree.map(lambda w: 2 * w, p)) + slope(p)
+
+    with pytest.raises(RuntimeError, match="two trees of params in one graph"):
+        fz.grad_fn(loss)(params)
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        fz.vjp(torch.matmul, W, X)
+    with torch.no_grad():
+        assert fz.vjp(torch.matmul, W, X)[1](torch.ones(2))[0].tolist() == [[1.0, -1.0], [1.0, -1.0]]
+
+
 def test_trees_integers_and_what_is_not_reached():
     params = {"used": W, "idle": torch.ones(3), "count": torch.tensor(2)}
     inputs = {"x": X, "at": torch.tensor([0, 1]), "name": "a", "idle": torch.ones(2)}

@@ -211,6 +211,8 @@ def mistakes(rank: int, world: int) -> list[str]:
     params, mesh, said = {"w": torch.ones(4, 3)}, mesh_of(DP), []
     specs = fz.zero_specs(fz.eval_shape(params), fz.sgd(0.1), mesh, stage=3)
     state = fz.init_state(params, fz.sgd(0.1), specs=specs)
+    donated = fz.init_state(params, fz.sgd(0.1), specs=specs)
+    fz.make_step(lambda p, b: p["w"].sum() * b, fz.sgd(0.1))(donated, torch.ones(()))
     _, pull = fz.vjp(lambda p, x: p["w"] @ x, state.params, torch.ones(3), specs=specs)
     for attempt in (
         lambda: pull(torch.ones(4 + rank)),
@@ -218,12 +220,19 @@ def mistakes(rank: int, world: int) -> list[str]:
         lambda: fz.vjp(lambda p: p["w"], {"v": state.params["w"]}, specs=specs),
         lambda: fz.vjp(lambda p: p["w"], {"w": torch.ones(4, 3)}, specs=specs),
         lambda: fz.vjp(lambda p: p["w"], state.params, specs=specs) if rank else pull(torch.ones(4)),
+        lambda: fz.vjp(lambda p: p["w"], {"w": 1.0} if rank else state.params, specs=specs),
+        lambda: fz.vjp(lambda p: p["w"], state.params, specs=specs, gather_budget=0 if rank else None),
+        lambda: fz.vjp(lambda p: p["w"], donated.params if rank else state.params, specs=specs),
+        lambda: fz.vjp(lambda p, x: p["w"] * x, state.params, torch.ones((), requires_grad=bool(rank)), specs=specs),
     ):
         try:
             attempt()
             said.append("nothing")
         except (ValueError, RuntimeError) as error:
             said.append(str(error))
+    assert torch.equal(
+        pull(torch.ones(4) if rank else None)[0]["w"], fz.shard({"w": torch.ones(4, 3)}, specs.params)["w"]
+    )
     assert torch.equal(pull(torch.ones(4))[1], torch.full((3,), 4.0))
     return said
 
@@ -233,7 +242,8 @@ def test_mistakes_are_raised_on_all_ranks():
         assert "rank 1" in said[0] and "expected float32[4], got float32[5]" in said[0]
         assert "rank 1" in said[1] and "missing [''], unexpected ['a']" in said[1]
         assert "differ at ['v', 'w']" in said[2] and "params/w: the layout says" in said[3]
-        assert "different functions" in said[4]
+        assert "different functions" in said[4] and "rank 1" in said[5]
+        assert "gather_budget is positive" in said[6] and "donated" in said[7] and "requires grad; detach it" in said[8]
 
 
 def second_order(rank: int, world: int) -> list[tuple[list[float], float]]:
@@ -282,6 +292,77 @@ def updated_between(rank: int, world: int) -> list[float]:
 def test_an_update_between_forward_and_pull(world):
     for found in pool(world).run(updated_between):
         assert found == [6.0 * world, 2.0] * 16
+
+
+def returned_on_one_rank(rank: int, world: int) -> list[list[float]]:
+    """A cut param that one rank returns as it is, and the other computes with, under a budget that keeps nothing."""
+    params, mesh, out = {"a": torch.full((8,), 2.0), "b": torch.full((8,), 3.0)}, mesh_of(DP), []
+    for replay in (False, True):
+        specs = fz.zero_specs(fz.eval_shape(params), fz.sgd(0.1), mesh, stage=3)
+        state = fz.init_state(params, fz.sgd(0.1), specs=specs)
+        with border(0, 0, 0):
+            y, pull = fz.vjp(
+                lambda p: p["a"] if rank == 0 else p["b"] * p["a"],
+                state.params,
+                specs=specs,
+                gather_budget=40,
+                replay=replay,
+            )
+            (grads,) = pull(torch.ones(8))
+        out.append([float(y[0]), float(grads["a"][0]), float(grads["b"][0])])
+    return out
+
+
+def test_a_param_that_one_rank_returns():
+    first, second = pool(2).run(returned_on_one_rank)
+    assert first == [[2.0, 4.0, 2.0]] * 2 and second == [[6.0, 4.0, 2.0]] * 2
+
+
+def read_again(rank: int, world: int) -> list[str]:
+    """Params on disk that were updated, and would have to be read again: said on all ranks, and the mesh lives on."""
+    mesh, said, tx = mesh_of(DP), [], fz.sgd(1.0)
+    for options in ({"replay": True}, {"gather_budget": 40}, {}):
+        specs = fz.zero_specs({"w": torch.ones(10), "v": torch.ones(10)}, tx, mesh, stage=3)
+        specs = fz.with_memory(specs, {"params/**": "disk"})
+        state = fz.init_state({"w": torch.ones(10), "v": torch.ones(10)}, tx, specs=specs)
+        with border(0, 0, 0):
+            _, pull = fz.vjp(lambda p: p["w"] * p["v"], state.params, specs=specs, **options)
+            state, _ = fz.make_step(lambda p, b: (p["w"] * b).sum(), tx)(state, torch.ones(1))
+            try:
+                said.append(str(pull(torch.ones(10))[0]["w"].sum() > 0))
+            except fz.DonatedError as error:
+                said.append(str(error))
+    mesh.gather_host(torch.ones(1))
+    return said
+
+
+def test_params_on_disk_that_were_updated_between():
+    for said in pool(2).run(read_again):
+        assert "has been updated" in said[0] and "has been updated" in said[1] and said[2] == "tensor(True)"
+
+
+def test_a_write_to_a_param_is_found():
+    specs = fz.zero_specs({"w": torch.ones(4)}, fz.sgd(0.1), fz.make_mesh(dp=1), stage=0)
+    state, write = fz.init_state({"w": torch.ones(4)}, fz.sgd(0.1), specs=specs), []
+
+    def fn(p: Any) -> torch.Tensor:
+        with torch.no_grad():
+            for value in write:
+                p["w"].add_(value)
+        return p["w"] * 2
+
+    write.append(1.0)
+    for replay in (False, True):  # what has not run before writes to a copy
+        with pytest.raises(RuntimeError, match="in place"):
+            fz.vjp(fn, state.params, specs=specs, replay=replay)
+        assert state.params["w"].tolist() == [1.0] * 4
+    write.clear()
+    fz.vjp(fn, state.params, specs=specs)
+    write.append(1.0)
+    with pytest.raises(RuntimeError, match="in place"):
+        fz.vjp(fn, state.params, specs=specs, replay=True)
+    with pytest.raises(fz.SpentStateError):
+        state.params["w"].sum()
 
 
 class Token:

@@ -131,3 +131,60 @@ def test_br05_gradients_by_hand_stay_until_the_update(world, small, tmp_path):
         assert len(found) == (12 if small else 24)
         for cell, ((first, _), (second, idle)) in found.items():
             assert (first == -10).all() and (second == -20).all() and (idle == 1).all(), f"{cell}: {first}, {second}"
+
+
+def kept_states(rank: int, world: int, folder: Any) -> list[Any]:
+    """States before and after a window's gradients: each can be updated alone, wherever leaves live."""
+    found = []
+    for stage, memory in itertools.product(STAGES, MEMORIES):
+        params, tx = {"a": torch.zeros(6), "b": torch.zeros(6)}, fz.sgd(1.0)
+        specs = fz.zero_specs(fz.eval_shape(params), tx, mesh_of(DP), stage=stage)
+        specs = fz.with_memory(specs, {"**": memory}, folder=folder) if memory != "device" else specs
+        s0 = fz.init_state(params, tx, specs=specs)
+        one = fz.shard({"a": torch.ones(6), "b": torch.ones(6)}, fz.with_memory(specs, {"**": "device"}).params)
+        s1 = fz.accumulate_into(s0, one)
+        s2 = fz.accumulate_into(s1, {"a": one["a"], "b": None})
+        step = fz.make_step(None, tx, reduction="sum")
+        after = params_of(step.update(s2)[0])
+        try:
+            before = params_of(step.update(s1)[0])
+            start = float(s0.params["a"].sum())
+        except fz.DonatedError:  # what lives on disk was written over
+            assert memory == "disk"
+            before, start = None, 0.0
+            for stale in (s0, s1):
+                with pytest.raises(fz.DonatedError):
+                    fz.accumulate_into(stale, one)
+        found.append((after["a"][0].item(), after["b"][0].item(), before and before["a"][0].item(), start))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_state_before_stays_usable(world, tmp_path):
+    for found in pool(world).run(kept_states, tmp_path):
+        for cell, got in zip(itertools.product(STAGES, MEMORIES), found, strict=True):
+            assert got == (-2.0, -1.0, None if cell[1] == "disk" else -1.0, 0.0), f"{cell}: {got}"
+
+
+def shared_buffers(rank: int, world: int) -> list[float]:
+    """Running statistics are averaged by what the ranks saw, whatever is added by hand."""
+    out, tx = [], fz.sgd(1.0)
+
+    def loss(p: Any, b: Any, buffers: Any) -> fz.Loss:
+        return fz.Loss((p["w"] * b).sum(), weight=1, buffers={"m": torch.full((1,), 10.0 * (1 + rank))})
+
+    for weight in (0, 1, 98):
+        specs = fz.zero_specs({"w": torch.ones(2)}, tx, mesh_of(DP), stage=0, buffers={"m": torch.zeros(1)})
+        state = fz.init_state({"w": torch.ones(2)}, tx, specs=specs, buffers={"m": torch.zeros(1)})
+        step = fz.make_step(loss, tx)
+        state = step.accumulate(state, torch.ones(1))
+        if weight:
+            state = fz.accumulate_into(state, {"w": torch.ones(2)}, weight)
+        state, metrics = step.update(state)
+        assert float(metrics.weight) == 2 + weight
+        out.append(float(state.buffers["m"]))
+    return out
+
+
+def test_weights_by_hand_leave_the_buffers_alone():
+    assert pool(2).run(shared_buffers) == [[15.0] * 3] * 2
