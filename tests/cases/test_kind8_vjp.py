@@ -155,6 +155,8 @@ def kept_states(rank: int, world: int, folder: Any) -> list[Any]:
             for stale in (s0, s1):
                 with pytest.raises(fz.DonatedError):
                     fz.accumulate_into(stale, one)
+                with pytest.raises(fz.DonatedError):  # a copy of what is stale is stale
+                    stale.params["a"].detach().sum()
         found.append((after["a"][0].item(), after["b"][0].item(), before and before["a"][0].item(), start))
     return found
 
@@ -188,3 +190,29 @@ def shared_buffers(rank: int, world: int) -> list[float]:
 
 def test_weights_by_hand_leave_the_buffers_alone():
     assert pool(2).run(shared_buffers) == [[15.0] * 3] * 2
+
+
+def scaled(rank: int, world: int) -> list[list[float]]:
+    """With a loss scale sums are scaled: gradients by hand are not, and join those of a loss."""
+    out, tx = [], fz.sgd(1.0)
+    for stage, scale, small in itertools.product(STAGES, (0, 10), (0, 1 << 16)):
+        policy, params = fz.precision.fp16_mixed, {"w": torch.zeros(10)}
+        specs = fz.zero_specs(fz.eval_shape(params), tx, mesh_of(DP), stage=stage, precision=policy)
+        dynamic = fz.loss_scale.dynamic(scale)
+        state = fz.init_state(params, tx, specs=specs, precision=policy, loss_scale=dynamic)
+        step = fz.make_step(lambda p, b: (p["w"] * b).float().sum(), tx, precision=policy, reduction="sum")
+        with border(small, small, small):
+            _, pull = fz.vjp(lambda p: p["w"] * 2, state.params, specs=specs, precision=policy)
+            (grads,) = pull(torch.ones(10, dtype=torch.float16))
+            state = fz.accumulate_into(state, grads, precision=policy)
+            state = step.accumulate(state, torch.full((1,), 4.0))
+            state = fz.accumulate_into(state, grads, precision=policy)
+            state, metrics = step.update(state)
+        out.append([float(metrics.loss_scale), *set(params_of(state)["w"].tolist())])
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_by_hand_and_a_loss_scale(world):
+    for found in pool(world).run(scaled):
+        assert found == [[2.0**s, -8.0 * world] for _ in STAGES for s in (0, 10) for _ in (0, 1)]
