@@ -25,7 +25,6 @@ from funzero.core.state import EMPTY_NODE, StateSpecs
 from funzero.executor import agree
 from funzero.executor.cache import CacheOptions, Program
 from funzero.executor.disk import DiskLeaf
-from funzero.executor.donate import check_usable
 from funzero.executor.foreign import Looks
 from funzero.executor.micro import cast_batch
 from funzero.executor.place import cut_flat
@@ -314,8 +313,6 @@ def vjp_cut(
         if treedef != specs.params.treedef:
             differ = sorted(set(tree_lib.paths(params)) ^ set(tree_lib.paths(specs.params.tree)))[:3]
             raise ValueError(f"vjp: params have other leaves than their specs; they differ at {differ}")
-        for leaf in leaves:
-            check_usable(leaf)
         way.looks.check(leaves)
         function = Function(fn, way, leaves, inputs)
     with way.plan.mesh.guard():
