@@ -20,17 +20,24 @@ class Looks:
     def _expected(self) -> list[tuple[tuple[int, ...], torch.dtype, torch.device, bool]]:
         return [(x.local_shape, x.dtype, _device(x), x.spec.memory == "disk") for x in self._layouts]
 
+    @functools.cached_property
+    def _on_disk(self) -> list[int]:
+        return [i for i, x in enumerate(self._layouts) if x.spec.memory == "disk"]
+
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Raises ValueError that names the first leaf that is not what its layout says, DonatedError for one on disk that
         has been written since."""
-        for leaf, layout in zip(leaves, self._layouts, strict=False):
-            if not isinstance(leaf, torch.Tensor):
-                raise ValueError(f"{layout.path}: expected a tensor, got {type(leaf).__name__}")
-        found = [(x.shape, x.dtype, x.device, isinstance(x, DiskLeaf)) for x in leaves]
+        try:
+            found = [(x.shape, x.dtype, x.device, type(x) is DiskLeaf) for x in leaves]
+        except AttributeError:
+            pairs = zip(leaves, self._layouts, strict=False)
+            path, kind = next((y.path, type(x).__name__) for x, y in pairs if not isinstance(x, torch.Tensor))
+            raise ValueError(f"{path}: expected a tensor, got {kind}") from None
         if found == self._expected and all(x[3] or leaf.is_contiguous() for x, leaf in zip(found, leaves, strict=True)):
-            for leaf in leaves:
-                if isinstance(leaf, DiskLeaf):
-                    leaf.check()
+            for i in self._on_disk:
+                leaf = leaves[i]
+                assert isinstance(leaf, DiskLeaf), "the layout says disk"
+                leaf.check()
             return
         if len(leaves) != len(self._layouts):
             raise ValueError(
