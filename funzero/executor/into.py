@@ -14,10 +14,8 @@ from funzero.executor.flat import FlatState
 from funzero.executor.place import cut_flat
 from funzero.executor.placement import Placement
 from funzero.executor.plan import Plan
-from funzero.executor.window import Landing, as_node, open_window
-from funzero.transforms.precision import LOW, Policy, checked
-from funzero.transforms.rng import fold_in
-from funzero.transforms.storage import NEAREST, rounder
+from funzero.executor.window import Landing, as_node, open_window, rounding
+from funzero.transforms.precision import Policy, checked
 
 
 def accumulate_into(
@@ -52,25 +50,18 @@ def accumulate_into(
     specs = state.specs
     if specs is None:
         raise ValueError("accumulate_into: the state has no specs; make it with fz.init_state")
-    policy = checked(precision)
-    plan = Plan(specs, policy)
+    plan = Plan(specs, checked(precision))
     flat = FlatState.open(state, specs)
     window = open_window(plan, flat, False)
-    round_to = NEAREST
-    if policy.accum in LOW:
-        by_path = specs.accum.by_path
-        key = fold_in(flat.key, window.times)
-        round_to = rounder(policy, key, flat.step, lambda path: by_path[path].indices())
-    landing = Landing(window, Placement(plan, CacheOptions(None, always_ask=False)), round_to, False)
+    placement = Placement(plan, CacheOptions(None, always_ask=False))
+    landing = Landing(window, placement, rounding(plan, flat, window), False)
     for k, grad in _fitting(plan, grads):
         window.used[k] = True
         layout = specs.accum.layouts[k]
         landing.add(k, _placed(grad, specs.params.layouts[plan.trained[k]], layout, flat.scale))
     window.outbox.settle()
     window.times += 1
-    window.weight = (
-        window.weight + torch.as_tensor(weight).double() / plan.batch_ranks
-    )  # the ranks' weights are added up
+    window.weight = window.weight + torch.as_tensor(weight).double() / plan.batch_ranks  # the ranks add theirs up
     flat.accum = as_node(plan, window)
     return flat.close(False)
 
@@ -82,10 +73,12 @@ def _fitting(plan: Plan, grads: Any) -> list[tuple[int, torch.Tensor]]:
     found = {n: g for n, g in zip(*tree_lib.flatten_with_none(grads), strict=True) if g is not None}
     unknown = sorted(found.keys() - kept.keys())
     if unknown:
-        raise ValueError(f"accumulate_into: grads have {unknown[:3]}, which the params have not")
+        raise ValueError(
+            f"accumulate_into: grads have {unknown[:3]}, which the params have not; give a tree like params"
+        )
     frozen = sorted(found.keys() - place.keys())
     if frozen:
-        raise ValueError(f"accumulate_into: {frozen[0]} does not train; give None")
+        raise ValueError(f"accumulate_into: grads/{frozen[0]}: the param does not train; give None")
     for name, grad in found.items():
         x = kept[name]
         fits = isinstance(grad, torch.Tensor) and grad.is_floating_point() == x.dtype.is_floating_point

@@ -31,7 +31,7 @@ from funzero.executor.place import cut_flat
 from funzero.executor.placement import Placement
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import SmallReductions
-from funzero.executor.selection import Selection
+from funzero.executor.selection import Selections
 from funzero.executor.session import Graph, Session
 from funzero.executor.window import Landing, Window
 from funzero.transforms.basic import identity
@@ -124,9 +124,9 @@ class Way:
         return weakref.WeakSet()
 
     @functools.cached_property
-    def selections(self) -> dict[tuple[int, ...], Selection]:
+    def selections(self) -> Selections:
         """By the leaves that were used."""
-        return {}
+        return Selections(self.plan, identity())
 
     @property
     def plan(self) -> Plan:
@@ -225,7 +225,7 @@ class Function:
             with started.opened.again():
                 wanted = [*graph.wanted.values(), *started.inputs]
                 grads = pulled(started.outputs, cotangent, wanted, keep=not last, linked=False)
-            done.take(graph, grads[: len(graph.wanted)], [])
+            done.take(graph, grads[: len(graph.wanted)])
         found = iter(grads[len(graph.wanted) :])
         inputs = [next(found) if is_wanted(x) else None for x in self._inputs]
         params = self._reduced(window)
@@ -235,11 +235,9 @@ class Function:
         """The gradient of each param, None where no rank has one."""
         plan = self.way.plan
         used, *_ = agree.close_window(plan, window)
-        chosen = tuple(k for k, flag in enumerate(used) if flag)
-        if chosen not in self.way.selections:
-            self.way.selections[chosen] = Selection(plan, identity(), chosen)
+        selection = self.way.selections.of(used)
         params: list[torch.Tensor | None] = [None] * len(plan.specs.params.layouts)
-        for k, grad in zip(chosen, self.way.selections[chosen].reduce(window), strict=True):
+        for k, grad in zip(selection.chosen, selection.reduce(window), strict=True):
             cut = self.way.cuts[k]
             params[plan.trained[k]] = grad if cut is None else cut_flat(grad, cut)
         return params

@@ -23,20 +23,17 @@ from funzero.executor.options import StepOptions
 from funzero.executor.placement import Placement
 from funzero.executor.plan import Plan
 from funzero.executor.reduce import SmallReductions
+from funzero.executor.selection import Selection, Selections
 from funzero.executor.session import Session
 from funzero.executor.sound import first_spoilt
-from funzero.executor.update import Clipped, Selection, clip, update_leaves
-from funzero.executor.window import Landing, Window, as_node, open_window
+from funzero.executor.update import Clipped, clip, update_leaves
+from funzero.executor.window import Landing, Window, as_node, open_window, rounding
 from funzero.transforms import loss_scale
 from funzero.transforms.accumulate import mean_aux
 from funzero.transforms.base import Transform
 from funzero.transforms.grad import Takes
 from funzero.transforms.loss_scale import LossScale
-from funzero.transforms.precision import LOW
 from funzero.transforms.rng import fold_in
-from funzero.transforms.storage import NEAREST, Rounder, rounder
-
-KEPT_SELECTIONS = 16  # sets of used leaves; with many experts there is no end of them
 
 
 class Bound:
@@ -54,31 +51,13 @@ class Bound:
         self.small = SmallReductions(self.plan, frozenset(self.placement.micro_routes))
         self.signature = zlib.crc32(f"{tree_lib.show(specs)} {options}".encode())
         self._treedef: Any = None
-        self._all = tuple(range(len(specs.grads.layouts)))
-        self._selections: dict[tuple[int, ...], Selection] = {}
+        self.selections = Selections(self.plan, self.tx)
 
     def open(self, state: TrainState) -> FlatState:
         """The leaves of a state."""
         flat = FlatState.open(state, self.plan.specs, self._treedef)
         self._treedef = flat.treedef
         return flat
-
-    def rounder(self, flat: FlatState, window: Window) -> Rounder:
-        """How sums of gradients are rounded in the micro-batch that comes next."""
-        policy, layouts = self.plan.policy, self.plan.specs.accum.by_path
-        if policy.accum not in LOW:
-            return NEAREST
-        key = fold_in(flat.key, window.times)
-        return rounder(policy, key, flat.step, lambda path: layouts[path].indices())
-
-    def selection(self, used: list[bool]) -> Selection:
-        """The plans for the leaves that took part."""
-        chosen = self._all if all(used) else tuple(i for i, flag in enumerate(used) if flag)
-        found = self._selections.pop(chosen, None) or Selection(self.plan, self.tx, chosen)
-        if len(self._selections) == KEPT_SELECTIONS:
-            del self._selections[next(iter(self._selections))]
-        self._selections[chosen] = found
-        return found
 
 
 class Runner:
@@ -208,7 +187,7 @@ class Runner:
                         buffers = tree_lib.unflatten(plan.specs.buffers.treedef, window.buffers)
                         micro = MicroBatch(batch, fold_in(flat.key, int(flat.step), index), buffers)
                     last = closes and i == len(micros) - 1
-                    landing = Landing(window, bound.placement, bound.rounder(flat, window), last)
+                    landing = Landing(window, bound.placement, rounding(plan, flat, window), last)
                     session.differentiate(self._loss_fn, self._takes, micro, landing, bound.small, flat.scale)
         except BaseException:
             if window.spoilt:
@@ -218,7 +197,7 @@ class Runner:
     def _finish(self, bound: Bound, flat: FlatState, window: Window) -> tuple[TrainState, Metrics]:
         plan, options = bound.plan, self._options
         used, weight, loss, aux = agree.close_window(plan, window)
-        selection = bound.selection(used)
+        selection = bound.selections.of(used)
         clipped = clip(selection, selection.reduce(window), weight, flat.scale, options)
         norm = clipped.norm
         finite, empty = torch.isfinite(norm) & torch.isfinite(loss), weight == 0

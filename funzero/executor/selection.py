@@ -24,6 +24,8 @@ from funzero.transforms.norm import NormPlan
 from funzero.transforms.precision import LOW
 from funzero.transforms.storage import MASTER, Rounder, moments, rounder
 
+KEPT = 16  # selections of one layout
+
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -214,6 +216,24 @@ class Selection:
         """Params that are kept whole but were updated in ranges: how they become whole again."""
         cut = [x.part and dataclasses.replace(x.part, dtype=x.kept.dtype) for x in self.pieces]
         return travel_groups(cut)
+
+
+class Selections:
+    """The selections of one layout by the leaves that took part, those used last: with many experts there is no end of them."""
+
+    def __init__(self, plan: Plan, tx: Transform):
+        self._plan, self._tx = plan, tx
+        self._all = tuple(range(len(plan.specs.grads.layouts)))
+        self._kept: dict[tuple[int, ...], Selection] = {}
+
+    def of(self, used: list[bool]) -> Selection:
+        """The plans for the leaves that took part."""
+        chosen = self._all if all(used) else tuple(i for i, flag in enumerate(used) if flag)
+        found = self._kept.pop(chosen, None) or Selection(self._plan, self._tx, chosen)
+        if len(self._kept) == KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[chosen] = found
+        return found
 
 
 def writes_anew(plan: Plan, tx: Transform) -> bool:

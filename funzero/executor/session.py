@@ -173,7 +173,11 @@ class Session:
             grads = gradients(loss.total, list(graph.wanted.values()), cotangent)
         self.end(graph)
         done.loss = detached(loss)  # with its graph it would keep alive what the anchors of the graph refer to
-        done.take(graph, grads, [x.dtype for x in plan.specs.accum.layouts])
+        if done.power is not None:
+            accum, power = plan.specs.accum.layouts, done.power
+            pairs = zip(graph.wanted, grads, strict=True)
+            grads = [g if g is None else _times(g, power, accum[k].dtype) for k, g in pairs]
+        done.take(graph, grads)
 
     def _inputs(
         self, leaves: list[torch.Tensor], lazy: LazyLeaves | None, place: dict[int, int], routes: Container[int]
@@ -268,11 +272,8 @@ class Differentiated:
     used: list[bool]
     power: torch.Tensor | None = None
 
-    def take(self, graph: Graph, grads: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype]) -> None:
-        """Takes the gradients of `graph.wanted` that were not told. dtypes: of the sums, by trained leaf."""
-        if self.power is not None:
-            pairs = zip(graph.wanted, grads, strict=True)
-            grads = [g if g is None else _times(g, self.power, dtypes[k]) for k, g in pairs]
+    def take(self, graph: Graph, grads: Sequence[torch.Tensor | None]) -> None:
+        """Takes the gradients of `graph.wanted` that were not told."""
         if not graph.told:
             self.grads, self.used = list(grads), [g is not None for g in grads]
             return

@@ -13,8 +13,6 @@ from funzero.core.post import POST
 from funzero.core.spec import Layout, Specs
 from funzero.transforms.grad import differentiable
 
-Box = tuple[slice, ...]
-
 
 def transfer(x: Any, from_specs: Specs, to_specs: Specs, *, handle: int = 0) -> Any:
     """Moves a tree of local leaves from the ranks and the layout of one `Specs` to those of another.
@@ -73,7 +71,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         pairs = zip(grads, ctx.route.target.layouts, strict=True)
-        filled = [torch.zeros(x.local_shape, dtype=x.dtype) if g is None else g for g, x in pairs]
+        filled = [torch.zeros(x.local_shape, dtype=x.dtype, device=x.mesh.device) if g is None else g for g, x in pairs]
         back = _Move.apply(ctx.route.back, ctx.handle, *filled)
         return None, None, *(x if differentiable(x) else None for x in back)
 
@@ -139,10 +137,10 @@ class Route:
             names = ", ".join(self.target.layouts[i].path or "x" for i, _, _ in cuts[:3])
             data, at = POST.receive(self.source.mesh.in_job(place), handle, names), 0
             for i, _, where in cuts:
-                part = out[i][where] if isinstance(where, tuple) else out[i].view(-1)[where]
-                size = part.numel() * part.itemsize
-                found = data[at : at + size].clone().view(part.dtype).view(part.shape).to(mesh.device)
                 into = out[i] if isinstance(where, tuple) else out[i].view(-1)
+                shape = where.shape if isinstance(where, torch.Tensor) else into[where].shape
+                size = shape.numel() * into.itemsize
+                found = data[at : at + size].clone().view(into.dtype).view(shape).to(mesh.device)
                 into[where] = found if not self.source.layouts[i].spec.unreduced else into[where] + found
                 at += size
         return out
@@ -167,34 +165,38 @@ class Route:
 
 
 def _overlap(a: Layout, source: int, b: Layout, target: int) -> tuple[Any, Any] | None:
-    """Where the elements that two places both have lie in the local leaf of each: boxes, or index tensors."""
+    """Where the elements that two places both have lie in the local leaf of each: boxes, or of the flattened leaf slices or
+    index tensors."""
     if a.is_flat or b.is_flat:
-        return _overlap_flat(a, source, b, target)
+        return _overlap_flat(_elements(a, source), _elements(b, target))
     one, two, both = a.box_of(source), b.box_of(target), []
     for x, y in zip(one, two, strict=True):
         lo, hi = max(x.start, y.start), min(x.stop, y.stop)
         if lo >= hi:
             return None
         both.append((lo, hi))
-    return tuple(
-        tuple(slice(lo - s.start, hi - s.start) for (lo, hi), s in zip(both, box, strict=True)) for box in (one, two)
-    )  # type: ignore[return-value]
+    found = [tuple(slice(lo - s.start, hi - s.start) for (lo, hi), s in zip(both, x, strict=True)) for x in (one, two)]
+    return found[0], found[1]
 
 
-def _overlap_flat(a: Layout, source: int, b: Layout, target: int) -> tuple[Any, Any] | None:
-    one, two = _elements(a, source), _elements(b, target)
-    _, first, second = np.intersect1d(one, two, assume_unique=True, return_indices=True)
+def _overlap_flat(one: Any, two: Any) -> tuple[Any, Any] | None:
+    if isinstance(one, range) and isinstance(two, range):
+        lo, hi = max(one.start, two.start), min(one.stop, two.stop)
+        return None if lo >= hi else (slice(lo - one.start, hi - one.start), slice(lo - two.start, hi - two.start))
+    _, first, second = np.intersect1d(np.asarray(one), np.asarray(two), assume_unique=True, return_indices=True)
     return (torch.from_numpy(first), torch.from_numpy(second)) if len(first) else None
 
 
 def _elements(layout: Layout, place: int) -> Any:
-    """Which elements of the flattened global leaf a place has, in the order of its local leaf."""
+    """Which elements of the flattened global leaf a place has, in the order of its local leaf: a range, or an array."""
+    bounds = layout.bounds(layout.mesh.index(layout.spec.flat, place)) if layout.is_flat else (0, layout.n)
+    if layout.mesh.size(layout.spec.partition.axes) == 1:
+        return range(*bounds)
     every = np.arange(int(np.prod(layout.shape, dtype=np.int64))).reshape(layout.shape)
-    piece = every[layout.box_of(place)].reshape(-1) if layout.shape else every.reshape(-1)
-    return piece[slice(*layout.bounds(layout.mesh.index(layout.spec.flat, place)))] if layout.is_flat else piece
+    return every[layout.box_of(place)].reshape(-1)[slice(*bounds)]
 
 
 def _bytes(leaf: torch.Tensor, where: Any) -> torch.Tensor:
     """Some elements, uint8 in host memory of their own."""
-    part = leaf[where] if isinstance(where, tuple) else leaf.reshape(-1)[where.to(leaf.device)]
+    part = leaf[where] if isinstance(where, tuple) else leaf.reshape(-1)[where]
     return part.to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

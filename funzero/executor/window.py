@@ -22,7 +22,8 @@ from funzero.executor.stores import Outbox, fetch, keep, store_of
 from funzero.transforms.accumulate import weigh_aux
 from funzero.transforms.losses import Loss
 from funzero.transforms.precision import LOW
-from funzero.transforms.storage import Rounder
+from funzero.transforms.rng import fold_in
+from funzero.transforms.storage import NEAREST, Rounder, rounder
 
 
 @dataclasses.dataclass
@@ -144,6 +145,15 @@ def open_window(plan: Plan, flat: FlatState, donate: bool) -> Window:
     sums = list(tree_lib.leaves(accum.grads))
     buffers = tree_lib.leaves(accum.buffers)
     return Window(sums, used, accum.weight, accum.loss, accum.aux, int(accum.times), buffers, True, donate)
+
+
+def rounding(plan: Plan, flat: FlatState, window: Window) -> Rounder:
+    """How sums of gradients are rounded in the micro-batch that comes next."""
+    layouts = plan.specs.accum.by_path
+    if plan.policy.accum not in LOW:
+        return NEAREST
+    key = fold_in(flat.key, window.times)
+    return rounder(plan.policy, key, flat.step, lambda path: layouts[path].indices())
 
 
 def as_node(plan: Plan, window: Window) -> Accumulator:

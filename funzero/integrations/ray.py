@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from funzero.core.errors import MeshError
-from funzero.integrations.ray_actor import Model, Worker
+from funzero.integrations.ray_actor import Model, Rows, Worker
 
 Build = Callable[[], Model]
 
@@ -33,29 +33,6 @@ class ActorError(RuntimeError):
     def __init__(self, group: str, rank: int, text: str):
         super().__init__(text)
         self.group, self.rank = group, rank
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """A tree of tensors cut along dim 0 over the ranks of a group, by reference.
-
-    Attributes:
-        group: who makes it. counts, parts: of each rank the number of rows, and the local tree (or a tuple of trees, of
-            which `at` says which one).
-    """
-
-    group: "Group"
-    counts: tuple[Any, ...]
-    parts: tuple[Any, ...]
-    at: int | None = None
-
-    def get(self) -> list[Any]:
-        """The local tree of each rank. Waits; raises ActorError."""
-        found = self.group.wait(self.parts)
-        return found if self.at is None else [x[self.at] for x in found]
-
-    def __reduce__(self) -> Any:  # actors need the references alone
-        return Rows, (None, self.counts, self.parts, self.at)
 
 
 class Group:

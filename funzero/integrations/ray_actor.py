@@ -39,6 +39,29 @@ class Model:
     step: Updates
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A tree of tensors cut along dim 0 over the ranks of a group, by reference.
+
+    Attributes:
+        group: who makes it. counts, parts: of each rank the number of rows, and the local tree (or a tuple of trees, of
+            which `at` says which one).
+    """
+
+    group: Any
+    counts: tuple[Any, ...]
+    parts: tuple[Any, ...]
+    at: int | None = None
+
+    def get(self) -> list[Any]:
+        """The local tree of each rank. Waits; raises ActorError."""
+        found = self.group.wait(self.parts)
+        return found if self.at is None else [x[self.at] for x in found]
+
+    def __reduce__(self) -> Any:  # actors need the references alone
+        return Rows, (None, self.counts, self.parts, self.at)
+
+
 class Worker:
     """One rank of a group."""
 
@@ -76,7 +99,7 @@ class Worker:
     def forward(self, handle: int, inputs: list[Any]) -> tuple[int, Any]:
         """How many rows the output has, and the output."""
         with self._remembering():
-            here = self._together(lambda: self._new(handle, [self._mine(x) for x in inputs]))
+            here = self._together(lambda: self._inputs(handle, inputs))
             out, self._pulls[handle] = vjp(self._model.fn, self._model.state.params, *here, specs=self._specs)
             return _rows(out), _to_host(out)
 
@@ -97,10 +120,10 @@ class Worker:
             self._failed = self._failed or error
             raise
 
-    def _new(self, handle: int, inputs: list[Any]) -> list[Any]:
+    def _inputs(self, handle: int, inputs: list[Any]) -> list[Any]:
         if handle in self._pulls:
             raise ValueError(f"{self._where}: handle {handle} is in use; pull it first, or choose another")
-        return inputs
+        return [self._mine(x) for x in inputs]
 
     def _known(self, handle: int) -> Any:
         if handle not in self._pulls:
@@ -127,7 +150,7 @@ class Worker:
         """This rank's rows of an input, on its device."""
         mesh = self._specs.mesh
         ranks, index = mesh.size(mesh.batch), mesh.index(mesh.batch)
-        if not hasattr(given, "parts"):
+        if not isinstance(given, Rows):
             whole = ray.get(given) if isinstance(given, ray.ObjectRef) else given
             return tree_lib.map(lambda x: x[_share(len(x), ranks, index)].to(mesh.device) if _has_rows(x) else x, whole)
         counts = ray.get(list(given.counts))
@@ -139,10 +162,6 @@ class Worker:
                 parts.append(tree_lib.map(lambda x, r=rows: x[r], local if given.at is None else local[given.at]))
             at += count
         return tree_lib.map(lambda *xs: torch.cat(xs).to(mesh.device), *parts)
-
-    def pid(self) -> int:
-        """The process of this actor."""
-        return os.getpid()
 
     def update(self) -> dict[str, float]:
         """Metrics of the update. Raises what went wrong in its window."""

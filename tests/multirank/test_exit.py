@@ -26,15 +26,20 @@ mesh.gather_host(torch.ones(2))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-def test_the_threads_of_gloo_are_gone_before_the_interpreter_is(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+def said_by(script, folder):
+    """What a script prints on two ranks of torchrun."""
+    (folder / "script.py").write_text(script)
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", *launcher, str(tmp_path / "script.py")]
+    command = [sys.executable, "-m", *launcher, str(folder / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_the_threads_of_gloo_are_gone_before_the_interpreter_is(tmp_path):
     # "after" comes from two ranks and the child of each.
-    assert sorted(done.stdout.split("\n")) == ["", *["after False"] * 4, *["before True"] * 2]
+    assert sorted(said_by(SCRIPT, tmp_path).split("\n")) == ["", *["after False"] * 4, *["before True"] * 2]
 
 
 SENDER = """
@@ -54,9 +59,4 @@ else:
 
 
 def test_what_was_sent_arrives_although_the_sender_s_script_has_ended(tmp_path):
-    (tmp_path / "script.py").write_text(SENDER)
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", *launcher, str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(4 << 20)
+    assert said_by(SENDER, tmp_path).strip() == str(4 << 20)
